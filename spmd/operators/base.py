@@ -11,7 +11,7 @@ and is the identity on the states along all other axes. Its adjoint is relative 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
@@ -21,6 +21,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tape import Future
+from spmd.errors import LayoutError
 from spmd.mesh import WORKER
 from spmd.operators.memo import memoised
 from spmd.state import INVARIANT, VARYING, State, state_of
@@ -28,7 +29,7 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Handle
-from spmd.transport.plan import Plan
+from spmd.transport.plan import Plan, Plans, part_of
 
 __all__ = ["Called", "Collective", "Linear", "Operator", "each_leaf", "move", "named"]
 
@@ -213,6 +214,32 @@ class Collective:
     def plan_for(self, group: Group, shape: Shape, dtype: np.dtype) -> Any:
         """`plan`, computed once."""
         return self.plan(group, shape, dtype)
+
+    def out_shape(self, group: Group, shapes: Sequence[Shape], dtype: np.dtype) -> Shape:
+        """The shape of this member's result, given the shapes of all members' blocks, as plans say it: nothing moves.
+
+        Raises LayoutError where such blocks do not fit each other.
+        """
+        seen = set(shapes) if self.same_shape else {len(shape) for shape in shapes}
+        if len(seen) > 1 and self.same_shape is not None:
+            raise LayoutError.at(
+                f"spmd.{self.function}",
+                argument="x",
+                got=f"blocks of shapes {', '.join(map(str, map(list, shapes)))}",
+                need="blocks of one shape" if self.same_shape else "blocks of as many dimensions",
+                mend="pass blocks that fit each other",
+            )
+        blocks = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes]
+        plans = [self._checked_plan(group.of_member(k), block) for k, block in enumerate(blocks)]
+        own = plans[group.index]
+        if isinstance(own, Plans):
+            return own.shape
+        received = [part_of(block, plan.parts[group.index]) for block, plan in zip(blocks, plans, strict=True)]
+        return own.complete([None if part is None else part.shape for part in received]).shape
+
+    def _checked_plan(self, group: Group, x: np.ndarray) -> Any:
+        self.check(group, x)
+        return self.plan_for(group, x.shape, x.dtype)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         """Start it on this worker's block: the result is the new block and the operator bound to the shapes that came.

@@ -195,7 +195,7 @@ class HaloExchange(Halo):
             kind = "exchange" if plan.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = lengths[d]
-        return HaloPlans(tuple(steps), bound, buffer)
+        return HaloPlans(tuple(steps), bound, tuple(block), buffer)
 
     @cached_property
     def _adjoint(self) -> HaloAccumulate:
@@ -286,7 +286,7 @@ class HaloAccumulate(Halo):
             kind = "exchange" if plan.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = plan.sizes[k]
-        return Plans(tuple(steps), bound)
+        return Plans(tuple(steps), bound, tuple(block))
 
     def _cropped(self, dimensions: Sequence[Dimension], shape: Shape, lengths: dict[int, tuple[int, ...]]):
         """The shape of the block without its halo, and the lengths of all where they matter."""

@@ -182,7 +182,7 @@ class Stencil(Operator):
         open_, steps = self._slabs(group, len(shape)), []
         for d, halo in zip(open_, self._halos(len(shape), open_), strict=True):
             steps += halo.plan(group, self._slab(shape, d), dtype, nothing=True).steps
-        return Plans(tuple(steps), self)
+        return Plans(tuple(steps), self, shape)
 
 
 def _is_number(w: Any) -> bool:

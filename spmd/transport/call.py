@@ -70,6 +70,10 @@ class Group:
         self.rows = tuple(map({m: k for k, m in enumerate(self.ordered)}.__getitem__, members))
         self.key = f"{self.ordered[0]} {sorted(axes)}"
 
+    def of_member(self, k: int) -> Group:
+        """The same group, as its member k sees it."""
+        return self if k == self.index else Group(self.axes, self.dims, self.members, k)
+
 
 class Call:
     """One worker's side of a collective: the operator, its parameters, and what it brings.

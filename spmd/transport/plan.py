@@ -241,10 +241,12 @@ _COMPLETIONS_MAX = 64
 
 @dataclass(frozen=True, eq=False)
 class Plans:
-    """Plans that run one after the other, each on the result of the one before. bound: the bound operator."""
+    """Plans that run one after the other, each on the result of the one before. bound: the bound operator. shape: that
+    of the result."""
 
     steps: tuple[Plan, ...]
     bound: Any = field(repr=False)
+    shape: Shape
 
     @property
     def cost(self) -> tuple[int, int]:

@@ -505,6 +505,10 @@ def check_case(case: Case, scheduler: str, seed: int) -> None:
         assert copies_agree(world, ys, case.out_varying)
     bare = on_workers(case.axes, op, x, scheduler=scheduler, check=False)
     exactly(bare, want)
+    mesh = spmd.Mesh(**case.axes)
+    for w, y in enumerate(ys):
+        group = mesh.group(w, op.axes)
+        assert op.out_shape(group, [case.blocks[m].shape for m in group.members], y.dtype) == y.shape
 
     # Its adjoint on the tape: back to the blocks that came in; twice, and once more as a linear map of its own.
     shapes = [y.shape for y in ys]

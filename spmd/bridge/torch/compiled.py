@@ -11,13 +11,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 import spmd
+from spmd import frontends
 from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
@@ -25,11 +26,14 @@ from spmd.errors import MeshError, StateError
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, named
+from spmd.operators.base import Collective, Operator, named
 from spmd.operators.reduce import Extremum
 from spmd.operators.sums import Sum
+from spmd.replicas.records import Replicas
 from spmd.state import ROOTED
 from spmd.tracebacks import api_boundary
+from spmd.transport.call import Group
+from spmd.transport.handles import Done, Handle
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
@@ -148,7 +152,7 @@ torch.library.register_autograd("spmd::move", _back_of_move, setup_context=_keep
 def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
     """The shape of the result on this worker; None for a length that the blocks of the others decide.
 
-    A length that is itself open, as another operator has left it, is tried with two numbers.
+    A length that is itself open, as another operator has left it, stands for any: two are planned with.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
@@ -156,7 +160,7 @@ def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, .
     place = worker.index if _placed(token) else None
     open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
     tries = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
-    found = [_tried(token, t, axes, place) for t in (tries if open_dims else tries[:1])]
+    found = [_planned(token, t, axes, place) for t in (tries if open_dims else tries[:1])]
     if None in found:
         return (None,) * _ndim(token, shape, open_dims, axes, worker)
 
@@ -168,7 +172,7 @@ def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, .
 
 
 def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
-    """How many dimensions the result has where trying does not tell."""
+    """How many dimensions the result has where plans do not tell."""
     if getattr(_tokens[token][0], "learns", False):
         return len(shape)  # workers hold blocks of other shapes than this one's
     concrete = tuple(0 if d in open_dims else int(n) for d, n in enumerate(shape))
@@ -184,7 +188,7 @@ def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple,
 
 
 _seen: dict[tuple, int] = {}
-"""How many dimensions came of a block of some shape on a worker, where that cannot be found by trying."""
+"""How many dimensions the result had, by token, block shape and worker, for what plans do not tell."""
 
 
 def _placed(token: str) -> bool:
@@ -197,51 +201,77 @@ def _placed(token: str) -> bool:
     return getattr(op, "__name__", "") in ("repartition", "accumulate")
 
 
+class _Block:
+    """A block of which nothing but the shape is known. A function of one gives the operator that it applies, or the
+    block where nothing moves."""
+
+    __slots__ = ("dtype", "ndim", "shape")
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(np.int8)
+
+
+class _BlockFrontend:
+    def begin(self, op: Collective, x: _Block, worker: Worker, frame: Any) -> Callable[[], Collective]:
+        return lambda: op
+
+    def vary(self, x: _Block, names: Sequence[str], worker: Worker) -> _Block:
+        return x
+
+
+frontends.register(_Block, cast(Any, _BlockFrontend()))
+
+
+class _AssumedShapes:
+    """The comm of a worker with a block of shape `own`, where the blocks of all others have the shape `others`."""
+
+    def __init__(self, worker: int, own: tuple[int, ...], others: tuple[int, ...]):
+        self.worker, self.own, self.others = worker, own, others
+
+    def shapes(self, group: Group, call: Any = None) -> Handle:
+        return Done([self.own if k == group.index else self.others for k in range(group.size)])
+
+
 @functools.lru_cache(maxsize=4096)
-def _tried(
+def _planned(
     token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
 ) -> tuple[int | None, ...] | None:
-    """Found by trying: the operator is run on virtual workers whose blocks have the shape of this one's, and again
-    where the others' are longer. index: on which worker; None: whichever, since one graph serves all of them.
+    """The lengths of the result by the operator's plans, where all blocks have the shape of this worker's; None for
+    those that are others where the other workers' blocks are longer. index: which worker; None: any, since one graph
+    serves all.
 
-    None where no such blocks meet.
+    None where such blocks do not fit each other.
     """
     function, args, _ = _tokens[token]
     layouts = args if args and isinstance(args[-1], Layout) else getattr(function, "layouts", None)
     mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
     if layouts is not None:
         return layouts[1].block_shape(mesh.group(index or 0, tuple(layouts[1].axes)).index)
-    if index is not None and _rooted(function) and mesh.group(index, function.axes).index != function.root:
-        return None  # this worker has nothing, and is told by the root
-    found = []
-    for where in range(mesh.size) if index is None else [index]:
-        trials = [_one_try(token, shape, shape, mesh, where)]
-        for d in range(len(shape)):
-            longer = (*shape[:d], shape[d] + 1, *shape[d + 1 :])
-            trials.append(_one_try(token, shape, longer, mesh, where))
-        if _rooted(function):
-            trials.append(_one_try(token, shape, (0,), mesh, where))
-        found += [t for t in trials if t is not None]
-    if not found or any(len(t) != len(found[0]) for t in found):
+    root = getattr(function, "root", None) if isinstance(function, Operator) and function.source == ROOTED else None
+    if root is not None and index is not None and mesh.group(index, function.axes).index != root:
+        return None  # this worker has nothing: the root decides
+    longer = [(*shape[:d], n + 1, *shape[d + 1 :]) for d, n in enumerate(shape)]
+    others = [shape, *longer, *([] if root is None else [(0,)])]
+    workers = range(mesh.size) if index is None else [index]
+    shapes = [s for w in workers for other in others if (s := _planned_on(token, mesh, w, shape, other)) is not None]
+    if not shapes or any(len(s) != len(shapes[0]) for s in shapes):
         return None
-    return tuple(lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*found, strict=True))
+    return tuple(lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*shapes, strict=True))
 
 
-def _rooted(function: Any) -> bool:
-    return isinstance(function, Operator) and function.source == ROOTED and hasattr(function, "root")
-
-
-def _one_try(token: str, mine: tuple[int, ...], others: tuple[int, ...], mesh: Mesh, index: int) -> Any:
-    """The shape on a worker with a block of shape `mine`, where the others' have another; None if they do not meet."""
+def _planned_on(
+    token: str, mesh: Mesh, index: int, own: tuple[int, ...], others: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The shape of the result on a worker with a block of shape `own`; None where the others' do not fit it."""
     function, args, kwargs = _tokens[token]
-
-    def body(worker: Worker) -> tuple[int, ...]:
-        block = np.zeros(mine if worker.index == index else others, np.int8)
-        return tuple(function(block, *args, **kwargs).shape)
-
-    outer = WORKER.set(None)
+    comm = _AssumedShapes(index, own, others)
+    outer = WORKER.set(Worker(mesh, cast(Any, comm), False, Replicas(False, 0)))
     try:
-        return mesh.run(body, tracked=False, scheduler="lockstep").results[index]
+        op = function if isinstance(function, Operator) else function(_Block(own), *args, **kwargs)
+        if isinstance(op, _Block):
+            return own
+        group = mesh.group(index, op.axes)
+        return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
     except (ValueError, TypeError, RuntimeError):
         return None
     finally:
