@@ -17,8 +17,6 @@ from spmd.kernels.cpu.elementary import exp_below, expm1_below, log1p_unit, mill
 from spmd.kernels.memory import pool
 from spmd.kernels.reference.activation import FAR, FORMS, form
 
-__all__ = ["activate", "activate_vjp"]
-
 _FAST = ("contract", "nsz")
 _RAMP, _GATE, _DECAY, _SOFTPLUS, _TANH, _MISH, _NORMAL = range(len(FORMS))
 _WIDTH = 1 << 12

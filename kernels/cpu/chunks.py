@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.kernels.memory import pool
 
-__all__ = ["CACHE", "STRETCH", "accurate", "by_planes", "by_rows", "dots", "into_rows"]
+__all__ = ["CACHE", "STRETCH", "accurate", "by_planes", "dots", "into_rows"]
 
 CACHE = 1 << 19
 """Bytes of one operand in a piece: several operands and temporaries fit into a core's own cache together."""
@@ -24,27 +24,6 @@ def accurate(dtype: np.dtype) -> np.dtype:
     """The dtype to compute in: float32 for the short ones, float16, bfloat16 and float8; else the same."""
     short = dtype.itemsize < 4 and (dtype.kind == "f" or dtype.kind == "V" and dtype.name[0] in "bf")
     return np.dtype(np.float32) if short else dtype
-
-
-def by_rows(f: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
-    """f(*arrays), where f works on every row by itself: along the last axis of arrays of one shape.
-
-    Short floating-point numbers are widened on the way, and the result is rounded once.
-    """
-    x = arrays[0]
-    wide = accurate(x.dtype)
-    n = x.shape[-1] if x.ndim else 1
-    rows = math.prod(x.shape[:-1])
-    step = max(1, CACHE // max(1, n * wide.itemsize))
-    if step >= rows:
-        return np.asarray(f(*(a.astype(wide, copy=False) for a in arrays))).astype(x.dtype, copy=False)
-    out = pool.empty_like(x)
-    flat = [np.ascontiguousarray(a).reshape(rows, n) for a in arrays]
-    into = out.reshape(rows, n)
-    for start in range(0, rows, step):
-        piece = slice(start, start + step)
-        into[piece] = f(*(a[piece].astype(wide, copy=False) for a in flat))
-    return out
 
 
 def by_planes(f: Callable[..., Any], *arrays: np.ndarray) -> Any:

@@ -29,8 +29,6 @@ from spmd.kernels.cpu.vectors import ROWS, add_taps, combine, dot_taps
 from spmd.kernels.memory import pool
 from spmd.kernels.windows import output_length
 
-__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
-
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 

@@ -11,8 +11,6 @@ from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.memory import pool
 
-__all__ = ["add_rows", "take_rows"]
-
 
 def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The rows that ids name; zeros where they are -1."""

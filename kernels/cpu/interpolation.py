@@ -19,8 +19,6 @@ from spmd.kernels.cpu.vectors import combine
 from spmd.kernels.memory import pool
 from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
 
-__all__ = ["inject", "resample", "sample"]
-
 Ints = tuple[int, ...]
 
 _PIECE = 1 << 14

@@ -13,8 +13,6 @@ from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 from spmd.kernels.memory import nontemporal, pool
 from spmd.kernels.parallel import split_work
 
-__all__ = ["add_boxes", "combine", "unpack"]
-
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 

@@ -29,15 +29,6 @@ from spmd.kernels.cpu.quantiles import (
 )
 from spmd.kernels.memory import pool
 
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
-
 Box = Any
 
 _PIECE = 1 << 16

@@ -19,9 +19,7 @@ from spmd.kernels.cpu.chunks import CACHE, accurate, by_planes
 from spmd.kernels.cpu.rows import deal, fill, scale, undeal
 from spmd.kernels.cpu.vectors import combine, fetch
 from spmd.kernels.memory import pool
-from spmd.kernels.windows import Window
-
-__all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
+from spmd.kernels.windows import Window, windows
 
 Ints = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
@@ -33,7 +31,7 @@ def max_pool(
     """The largest entry of every window, and its place among the spatial entries of x."""
     if accurate(x.dtype) != x.dtype:
         return by_planes(lambda x: max_pool(x, window, stride, padding, dilation, ceil_mode), x)
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     shape = (*x.shape[:2], *(w.m for w in geometry))
     top = pool.empty(shape, x.dtype)
     index = pool.empty(shape, _index_dtype(x.shape[2:]))
@@ -90,7 +88,7 @@ def max_pool_vjp(
         return by_planes(lambda g, at: max_pool_vjp(g, at, shape, window, stride, padding, dilation), g, index)
     out = pool.empty((*g.shape[:2], *shape), g.dtype)
     if g.dtype.char in "fd" and jit.fits(g, index):
-        geometry = _geometry(shape, window, stride, padding, dilation)
+        geometry = windows(shape, window, stride, padding, dilation)
         g, index = _solid(np.ascontiguousarray(g)), _solid(np.ascontiguousarray(index))
         _max_pool_vjp(_flat(out), g, index, _table(geometry))
         return out
@@ -119,7 +117,7 @@ def avg_pool(
     if accurate(x.dtype) != x.dtype:
         options = (window, stride, padding, dilation, ceil_mode, count_include_pad)
         return by_planes(lambda x: avg_pool(x, *options), x)
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     out = pool.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
     shares = _shares(geometry, count_include_pad, _real(x.dtype))
     if x.dtype.char in "fd" and jit.fits(x):
@@ -150,7 +148,7 @@ def avg_pool_vjp(
     if accurate(g.dtype) != g.dtype:
         options = (shape, window, stride, padding, dilation, ceil_mode, count_include_pad)
         return by_planes(lambda g: avg_pool_vjp(g, *options), g)
-    geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
+    geometry = windows(shape, window, stride, padding, dilation, ceil_mode)
     out = pool.empty((*g.shape[:2], *shape), g.dtype)
     shares = _shares(geometry, count_include_pad, _real(g.dtype))
     if g.dtype.char in "fd" and jit.fits(g):
@@ -168,11 +166,6 @@ def avg_pool_vjp(
 
 
 # Geometry
-
-
-def _geometry(shape: Ints, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode=False) -> list[Window]:
-    each = zip(shape, window, stride, padding, dilation, strict=True)
-    return [Window.of(n, k, s, p, r, ceil_mode) for n, k, s, p, r in each]
 
 
 def _index_dtype(shape: Ints) -> Any:
@@ -232,9 +225,11 @@ def _program(pieces: list[tuple], adds: list[tuple], taps: int) -> tuple[np.ndar
 def _gathers(w: Window) -> tuple[np.ndarray, np.ndarray]:
     """Every output of a row is the sum of its taps."""
     first, end = _inner(w)
-    starts = [_dealt(w, first * w.stride + w.at(j)) for j in range(w.kernel)]
+    starts = [_dealt(w, first * w.stride + w.input_of(j)) for j in range(w.kernel)]
     pieces = [(first, end - first, starts), (0, first, []), (end, w.m - end, [])]
-    adds = [(o, n, _dealt(w, o * w.stride + w.at(j))) for j in range(w.kernel) for o, n in _outside(w, j, first, end)]
+    adds = [
+        (o, n, _dealt(w, o * w.stride + w.input_of(j))) for j in range(w.kernel) for o, n in _outside(w, j, first, end)
+    ]
     return _program(pieces, adds, w.kernel)
 
 
@@ -245,7 +240,7 @@ def _spreads(w: Window) -> tuple[np.ndarray, np.ndarray]:
     for c in range(min(w.stride, w.n)):
         entries = len(range(c, w.n, w.stride))
         to = _dealt(w, c)
-        shifts = [w.at(j) // w.stride for j in range(w.kernel) if w.at(j) % w.stride == c]
+        shifts = [w.input_of(j) // w.stride for j in range(w.kernel) if w.input_of(j) % w.stride == c]
         first, end = max(0, *shifts, 0), min(entries, *(w.m + s for s in shifts), entries)
         if first >= end:
             first = end = entries
@@ -265,11 +260,11 @@ def _contests(w: Window) -> tuple[np.ndarray, np.ndarray]:
     """One row of numbers for the outputs whose taps all lie inside, (first, end, start of tap 0, start of tap 1, input
     of tap 0); then what competes afterwards: (to, n, start, input)."""
     first, end = _inner(w) if w.kernel > 1 else (w.m, w.m)
-    inputs = [first * w.stride + w.at(j) for j in range(w.kernel)]
+    inputs = [first * w.stride + w.input_of(j) for j in range(w.kernel)]
     later = []
     for j in range(w.kernel):
         spans = _outside(w, j, first, end) + ([(first, end - first)] if j > 1 and first < end else [])
-        later += [(o, n, _dealt(w, o * w.stride + w.at(j)), o * w.stride + w.at(j)) for o, n in spans]
+        later += [(o, n, _dealt(w, o * w.stride + w.input_of(j)), o * w.stride + w.input_of(j)) for o, n in spans]
     pair = [_dealt(w, i) for i in (inputs[0], inputs[min(1, w.kernel - 1)])]
     return np.array([first, end, *pair, inputs[0]], np.int64), np.array(later, np.int64).reshape(-1, 4)
 
@@ -323,7 +318,7 @@ def _taps(geometry: list[Window]) -> Iterator[tuple[tuple, tuple]]:
 
 def _tap(w: Window, j: int) -> tuple[slice, slice]:
     first, end = w.inside(j)
-    start = first * w.stride + w.at(j)
+    start = first * w.stride + w.input_of(j)
     return slice(first, end), slice(
         start, start + (end - first - 1) * w.stride + 1, w.stride
     ) if first < end else slice(0)

@@ -16,20 +16,6 @@ from spmd.kernels.cpu.chunks import STRETCH, accurate, dots, into_rows
 from spmd.kernels.cpu.elementary import exp_below, rank, unrank
 from spmd.kernels.memory import pool
 
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_and_gradient",
-    "exp_sums",
-    "log_softmax",
-    "log_softmax_vjp",
-    "logsumexp",
-    "scaled_exp",
-    "soft_cross_entropy",
-    "soft_cross_entropy_and_gradient",
-    "softmax",
-    "softmax_vjp",
-]
-
 _FAST = ("contract", "reassoc", "nsz")
 
 

@@ -18,8 +18,6 @@ from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
 from spmd.kernels.memory import pool
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 Pair = tuple[int, int]
 Offsets = Sequence[Sequence[int]]
 

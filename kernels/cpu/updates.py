@@ -14,8 +14,6 @@ from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.memory import pool
 
-__all__ = ["adamw", "sgd"]
-
 
 def sgd(
     p: np.ndarray, g: np.ndarray, v: np.ndarray | None, rate: float, momentum: float, nesterov: bool, over: bool = False

@@ -10,8 +10,6 @@ import numpy as np
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
 from spmd.kernels.reference.activation import form
 
-__all__ = ["activate", "activate_vjp"]
-
 # Exact: a fused product and sum would move the kinks.
 _activate, _activate_vjp = (
     Kernel("activation", name, over(FLOATING), exact=True) for name in ("activate", "activate_vjp")

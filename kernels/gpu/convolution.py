@@ -13,8 +13,6 @@ import numpy as np
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, REAL, Kernel, blocks_for, over
 from spmd.kernels.windows import output_length
 
-__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
-
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 

@@ -9,8 +9,6 @@ import cupy as cp
 
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, over
 
-__all__ = ["add_rows", "take_rows"]
-
 _take, _add = (Kernel("embeddings", name, over((*FLOATING, *COMPLEX))) for name in ("take_rows", "add_rows"))
 
 

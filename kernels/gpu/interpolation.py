@@ -12,8 +12,6 @@ import numpy as np
 from spmd.kernels.gpu.source import FLOATING, REAL, Kernel, over, uploaded
 from spmd.kernels.taps import BOUNDARIES, nearest_shift, polynomials
 
-__all__ = ["inject", "resample", "sample"]
-
 Ints = tuple[int, ...]
 
 _resample = Kernel("interpolation", "resample", over(FLOATING))

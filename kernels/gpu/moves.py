@@ -10,8 +10,6 @@ import cupy as cp
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, over
 
-__all__ = ["add_boxes", "combine", "unpack"]
-
 _FOLDS = {"sum": cp.add, "max": cp.maximum, "min": cp.minimum}
 
 

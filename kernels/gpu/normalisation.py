@@ -10,8 +10,6 @@ import numpy as np
 
 from spmd.kernels.gpu.source import FLOATING, Kernel, over
 
-__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
-
 _moments, _affine, _sums, _normalize, _normalize_vjp, _weights_vjp = (
     Kernel("normalisation", name, over(FLOATING))
     for name in ("moments", "channel_affine", "channel_sums", "normalize", "normalize_vjp", "weights_vjp")

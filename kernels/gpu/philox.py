@@ -11,15 +11,6 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.cpu.philox import extent, runs, top, truncated_ends
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
 
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
-
 _bits = Kernel("philox", "random_bits", over(("uint32", "uint64")), exact=True)
 _uniform, _normal, _truncated, _exponential, _gumbel = (
     Kernel("philox", f"random_{name}", over(FLOATING), exact=True)

@@ -9,9 +9,7 @@ import cupy as cp
 import numpy as np
 
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, over
-from spmd.kernels.windows import Window
-
-__all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
+from spmd.kernels.windows import Window, windows
 
 Ints = tuple[int, ...]
 Pairs = tuple[tuple[int, int], ...]
@@ -28,7 +26,7 @@ def max_pool(
     x: Any, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode: bool = False
 ) -> tuple[Any, Any]:
     """The largest entry of every window, and its place among the spatial entries of x."""
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     shape = (*x.shape[:2], *(w.m for w in geometry))
     top = cp.empty(shape, x.dtype)
     index = cp.empty(shape, np.int32 if math.prod(x.shape[2:]) < 1 << 31 else np.int64)
@@ -53,7 +51,7 @@ def max_pool_vjp(g: Any, index: Any, shape: Ints, window: Ints, stride: Ints, pa
     """The cotangent of x, given that of max_pool(x): g is added to the entries that won."""
     out = cp.empty((*g.shape[:2], *shape), g.dtype)
     if out.size:
-        geometry = _geometry(shape, window, stride, padding, dilation)
+        geometry = windows(shape, window, stride, padding, dilation)
         geometry = [w._replace(m=m) for w, m in zip(geometry, g.shape[2:], strict=True)]  # in ceil mode there are more
         arrays = (out, cp.ascontiguousarray(g), cp.ascontiguousarray(index))
         _over_rows(_max_pool_vjp, out.shape, arrays, _table(geometry), index.dtype)
@@ -70,7 +68,7 @@ def avg_pool(
     count_include_pad: bool = True,
 ) -> Any:
     """The mean of every window."""
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     out = cp.empty((*x.shape[:2], *(w.m for w in geometry)), x.dtype)
     if out.size:
         _over_rows(_avg_pool, out.shape, (out, cp.ascontiguousarray(x)), _table(geometry, count_include_pad))
@@ -90,14 +88,9 @@ def avg_pool_vjp(
     """The cotangent of x, given that of avg_pool(x): each entry of g is shared among its window."""
     out = cp.empty((*g.shape[:2], *shape), g.dtype)
     if out.size:
-        geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
+        geometry = windows(shape, window, stride, padding, dilation, ceil_mode)
         _over_rows(_avg_pool_vjp, out.shape, (out, cp.ascontiguousarray(g)), _table(geometry, count_include_pad))
     return out
-
-
-def _geometry(shape: Ints, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode=False) -> list[Window]:
-    each = zip(shape, window, stride, padding, dilation, strict=True)
-    return [Window.of(n, k, s, p, r, ceil_mode) for n, k, s, p, r in each]
 
 
 def _table(geometry: list[Window], count_include_pad: bool = False) -> list[int]:

@@ -9,20 +9,6 @@ import numpy as np
 
 from spmd.kernels.gpu.source import FLOATING, Kernel, over
 
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_and_gradient",
-    "exp_sums",
-    "log_softmax",
-    "log_softmax_vjp",
-    "logsumexp",
-    "scaled_exp",
-    "soft_cross_entropy",
-    "soft_cross_entropy_and_gradient",
-    "softmax",
-    "softmax_vjp",
-]
-
 _NAMES = (
     *("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "logsumexp", "scaled_exp", "exp_sums"),
     *("cross_entropy", "soft_cross_entropy"),

@@ -12,8 +12,6 @@ import numpy as np
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, uploaded
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 Pair = tuple[int, int]
 Offsets = Sequence[Sequence[int]]
 

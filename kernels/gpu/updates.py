@@ -10,8 +10,6 @@ import numpy as np
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
 
-__all__ = ["adamw", "sgd"]
-
 _descend, _momentum, _adamw = (
     Kernel("updates", name, over(FLOATING), exact=True) for name in ("descend", "momentum", "adamw")
 )

@@ -17,8 +17,6 @@ import math
 
 import numpy as np
 
-__all__ = ["activate", "activate_vjp"]
-
 FORMS = ("ramp", "gate", "decay", "softplus", "tanh", "mish", "normal")
 
 _ROOT = math.sqrt(2 / math.pi)

@@ -18,8 +18,6 @@ import numpy as np
 
 from spmd.kernels.windows import output_length
 
-__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
-
 
 def _outputs(shape, kernel, stride, padding, dilation):
     return tuple(map(output_length, shape, kernel, stride, padding, dilation))

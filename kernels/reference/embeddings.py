@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["add_rows", "take_rows"]
-
 
 def take_rows(table, ids):
     """The rows that ids name, of shape ids.shape + table.shape[1:]; zeros where there is none. Adjoint: add_rows."""

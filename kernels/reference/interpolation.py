@@ -8,8 +8,6 @@ import numpy as np
 
 from spmd.kernels.taps import continued, nearest_shift, polynomials
 
-__all__ = ["inject", "resample", "sample"]
-
 
 def resample(x, index, weight, axis):
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]]. index, weight: (outputs, taps).

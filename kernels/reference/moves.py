@@ -9,8 +9,6 @@ from functools import reduce
 
 import numpy as np
 
-__all__ = ["add_boxes", "combine", "unpack"]
-
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
-
 
 def moments(x):
     """The mean of every channel, and its sum of squared distances from the mean: (2, channels).

@@ -15,15 +15,6 @@ from statistics import NormalDist
 
 import numpy as np
 
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
-
 
 def philox4x32(counter, key):
     """Four random words for each counter, (..., 4), in ten rounds of multiplications, whose halves are exchanged."""

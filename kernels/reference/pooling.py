@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd.kernels.windows import Window
-
-__all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
+from spmd.kernels.windows import windows
 
 
 def max_pool(x, window, stride, padding, dilation, ceil_mode=False):
@@ -19,7 +17,7 @@ def max_pool(x, window, stride, padding, dilation, ceil_mode=False):
     Of equal ones the first wins, in row-major order; the first NaN wins over all; padding never wins. A window of
     padding alone has the least number of the dtype (-inf), and the index -1.
     """
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     place = _windows(np.arange(np.prod(x.shape[2:], dtype=int)).reshape(1, 1, *x.shape[2:]), geometry, -1)
     least = -np.inf if x.dtype.kind != "i" else np.iinfo(x.dtype).min
     entries = _windows(x, geometry, least)
@@ -56,7 +54,7 @@ def avg_pool(x, window, stride, padding, dilation, ceil_mode=False, count_includ
     What lies beyond the padding, as ceil_mode may read it, does not count; nothing at all has the mean 0. Linear; its
     adjoint is avg_pool_vjp.
     """
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     return np.sum(_windows(x, geometry, 0), axis=-1) * _shares(geometry, count_include_pad).astype(x.real.dtype)
 
 
@@ -65,7 +63,7 @@ def avg_pool_vjp(g, shape, window, stride, padding, dilation, ceil_mode=False, c
 
     Linear; its adjoint is avg_pool.
     """
-    geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
+    geometry = windows(shape, window, stride, padding, dilation, ceil_mode)
     share = g * _shares(geometry, count_include_pad).astype(g.real.dtype)
     out = np.zeros_like(g, shape=(*g.shape[:2], *(w.low + w.n + w.high for w in geometry)))
     for taps in np.ndindex(*window):
@@ -74,11 +72,6 @@ def avg_pool_vjp(g, shape, window, stride, padding, dilation, ceil_mode=False, c
         view = out[(..., *reads)]
         view += share[(..., *map(slice, view.shape[2:]))]
     return out[(..., *(slice(w.low, w.low + w.n) for w in geometry))]
-
-
-def _geometry(shape, window, stride, padding, dilation, ceil_mode):
-    each = zip(shape, window, stride, padding, dilation, strict=True)
-    return [Window.of(n, k, s, p, r, ceil_mode) for n, k, s, p, r in each]
 
 
 def _windows(x, geometry, fill):

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_and_gradient",
-    "exp_sums",
-    "log_softmax",
-    "log_softmax_vjp",
-    "logsumexp",
-    "scaled_exp",
-    "soft_cross_entropy",
-    "soft_cross_entropy_and_gradient",
-    "softmax",
-    "softmax_vjp",
-]
-
 
 def softmax(x):
     """exp(x) / sum(exp(x)). The largest entry is taken away first, so that nothing overflows."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 
 def _shifted(x, offsets, padding):
     """For each offset the entries of x that the result sees there."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["adamw", "sgd"]
-
 
 def sgd(p, g, v, rate, momentum, nesterov, over=False):
     """Gradient descent with momentum: the new p and v. v: the running sum of gradients; None without momentum."""

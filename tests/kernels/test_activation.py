@@ -87,12 +87,10 @@ def test_large_numbers_and_nan(kind, compiled):
 def _apply(out, x, which):
     for i in range(len(x)):
         if which == 0:
-            out[i] = elementary.exp(x[i])
-        elif which == 1:
             out[i] = elementary.exp_below(x[i])
-        elif which == 2:
+        elif which == 1:
             out[i] = elementary.expm1_below(x[i])
-        elif which == 3:
+        elif which == 2:
             out[i] = elementary.log1p_unit(x[i])
         else:
             out[i] = elementary.mills(x[i])
@@ -101,24 +99,24 @@ def _apply(out, x, which):
 def exact(which, x):
     scipy = pytest.importorskip("scipy.special")
     wide = x.astype(np.longdouble)
-    if which == 4:
+    if which == 3:
         return np.sqrt(np.pi / 2) * scipy.erfcx(x.astype(float) / np.sqrt(2))
-    return (np.exp, np.exp, np.expm1, np.log1p)[which](wide)
+    return (np.exp, np.expm1, np.log1p)[which](wide)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize(
     ("which", "low", "high"),
-    [(0, -80, 80), (1, -87, 0), (2, -20, 0), (2, -1e-3, 0), (3, 0, 1), (3, 0, 1e-3), (4, 0, 14)],
+    [(0, -87, 0), (1, -20, 0), (1, -1e-3, 0), (2, 0, 1), (2, 0, 1e-3), (3, 0, 14)],
 )
 def test_elementary_functions(which, low, high, dtype):
     x = np.random.default_rng(which).uniform(low, high, 20000).astype(dtype)
     out = np.empty_like(x)
     _apply(out, x, which)
     wanted = exact(which, x)
-    assert np.max(np.abs(out - wanted) / np.spacing(np.abs(wanted).astype(dtype))) < (4 if which < 4 else 16)
-    if which == 4:
+    assert np.max(np.abs(out - wanted) / np.spacing(np.abs(wanted).astype(dtype))) < (4 if which < 3 else 16)
+    if which == 3:
         plain = elementary.mills(x)
         assert plain.dtype == dtype
         np.testing.assert_allclose(plain, out, rtol=16 * np.finfo(dtype).eps)
@@ -128,7 +126,7 @@ def test_elementary_functions(which, low, high, dtype):
 @pytest.mark.parametrize("dtype", REAL)
 def test_elementary_functions_of_what_is_not_finite(dtype):
     x, out = np.array([np.nan, -np.inf, 0, -1e30], dtype), np.empty(4, dtype)
-    for which, wanted in ((0, [np.nan, 0, 1, 0]), (1, [np.nan, 0, 1, 0]), (2, [np.nan, -1, 0, -1])):
+    for which, wanted in ((0, [np.nan, 0, 1, 0]), (1, [np.nan, -1, 0, -1])):
         _apply(out, x, which)
         np.testing.assert_array_equal(out, wanted)
 

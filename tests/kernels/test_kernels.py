@@ -32,7 +32,7 @@ def source(engine: str, family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_the_kernels_of_the_family(engine, family):
-    assert sorted(source(engine, family).__all__) == sorted(FAMILIES[family])
+    assert all(callable(getattr(source(engine, family), name)) for name in FAMILIES[family])
 
 
 @pytest.mark.parametrize(("family", "name"), NAMES)
