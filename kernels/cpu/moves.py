@@ -26,15 +26,15 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < min(split_work.LEAST, pool.least()) and _plain(first):
+    if into is None and first.nbytes < min(split_work.SPLIT_MIN, pool.least()) and _plain(first):
         return _folded(fold, blocks)
     total = pool.empty_like(first) if into is None else into
-    n = split_work.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
+    n = split_work.part_count(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
     past = fold is np.add and nontemporal.pays(total.nbytes) and not any(np.may_share_memory(total, b) for b in blocks)
     if n == 1:
         _fold(total, blocks, fold, past)
         return total
-    out, *blocks = split_work.flat((total, *blocks))
+    out, *blocks = split_work.flattened((total, *blocks))
     spans = split_work.spans(out.shape, n)
     split_work.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past) for span in spans])
     return total
@@ -76,7 +76,7 @@ def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past:
         if not (past and nontemporal.add(total, *blocks)):
             fold(*blocks, out=total)
         return
-    total, *blocks = split_work.flat((total, *blocks))
+    total, *blocks = split_work.flattened((total, *blocks))
     past = past and total.ndim == 1
     # So much at a time that it stays in the cache until all are added.
     step = max(1, CACHE // total.itemsize if total.ndim == 1 else total.size)
@@ -131,7 +131,7 @@ def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.nd
     out = pool.empty(shape, parts[0].dtype)
     if not everything:
         out.fill(0)
-    if out.nbytes < split_work.LEAST:
+    if out.nbytes < split_work.SPLIT_MIN:
         for place, part in zip(found, parts, strict=True):
             out[place] = part
         return out
@@ -160,7 +160,7 @@ def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np
         out.fill(0)
     for box, part in zip(boxes[first:], parts[first:], strict=True):
         view = out[within(box)]
-        n = split_work.parts(view.nbytes)
+        n = split_work.part_count(view.nbytes)
         if n == 1:
             view += part
         else:

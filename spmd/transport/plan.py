@@ -363,7 +363,7 @@ class Concatenate(Combine):
         empty = np.empty if nbytes < pool.LEAST else pool.empty
 
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
-            if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.plain(nbytes)):
+            if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.is_plain_copy(nbytes)):
                 return read_only(whole(blocks, axis, fresh))
             out = empty(shape, plan.dtype)
             for place, block in zip(places, blocks, strict=True):

@@ -67,7 +67,7 @@ def test_of_parts_in_one_place_the_last_one_counts_whoever_helps():
     parts = [rng.standard_normal([stop - start for start, stop in box]) for box in boxes]
     want = cpu.unpack(shape, boxes, parts)
     for _ in range(5):
-        with split_work.of(lambda: 4):
+        with split_work.SplitScope(lambda: 4):
             np.testing.assert_array_equal(cpu.unpack(shape, boxes, parts), want)
 
 
@@ -110,7 +110,7 @@ def test_a_sum_may_be_written_into_what_came(dtype, how):
             want = cpu.combine(blocks, how)
             for k in 0, 1:
                 given = [b.copy() for b in blocks]
-                with split_work.of(lambda: 3):
+                with split_work.SplitScope(lambda: 3):
                     found = cpu.combine(given, how, given[k])
                 assert found is given[k]
                 assert found.tobytes() == want.tobytes()

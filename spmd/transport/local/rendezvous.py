@@ -182,7 +182,7 @@ class Run:
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """What one worker makes for its group of so many bytes."""
-        return make() if nbytes < split_work.LEAST else split_work.for_all(make, group.size / self.size)
+        return make() if nbytes < split_work.SPLIT_MIN else split_work.call_for_all(make, group.size / self.size)
 
     def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
         """Leave a call and its payload in the group's meeting; the last to come completes it."""

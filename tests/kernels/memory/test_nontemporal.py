@@ -20,8 +20,8 @@ def always(monkeypatch):
     """Whatever is written goes past the caches."""
     monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
     monkeypatch.setattr(nontemporal, "_ROW", 0)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 10)
-    monkeypatch.setattr(split_work, "LEAST", 1 << 10)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(split_work, "SPLIT_MIN", 1 << 10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
@@ -151,8 +151,8 @@ def test_collectives_give_the_same_past_the_caches(scheduler, workers, monkeypat
         whole = getattr(nontemporal, name)
         monkeypatch.setattr(nontemporal, name, lambda *args, n=name, f=whole: f(*args) and not used.add(n))
     monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 12)
-    monkeypatch.setattr(split_work, "LEAST", 1 << 12)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 12)
+    monkeypatch.setattr(split_work, "SPLIT_MIN", 1 << 12)
     for _ in range(3):
         for a, b in zip([a.numpy() for a in run(x)], want, strict=True):
             assert np.array_equal(a, b)
