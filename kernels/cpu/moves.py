@@ -26,7 +26,7 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < min(split_work.SPLIT_MIN, pool.least()) and _plain(first):
+    if into is None and first.nbytes < min(split_work.SPLIT_MIN, pool.out_min()) and _plain(first):
         return _folded(fold, blocks)
     total = pool.empty_like(first) if into is None else into
     n = split_work.part_count(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.

@@ -36,8 +36,8 @@ _local = threading.local()
 
 
 class SplitScope:
-    """Within the block this thread may split its work over cores() cores. seconds: how long work was split here, or done
-    for all (`call_for_all`). Use `with scope, scope:`, for an interrupt may come at the beginning of `__exit__`."""
+    """Within the block this thread may split its work over cores() cores. seconds: how long work was split here, or
+    done for all (`call_for_all`). Use `with scope, scope:`: an interrupt may come at the beginning of `__exit__`."""
 
     __slots__ = ("cores", "outer", "seconds")
 
@@ -112,8 +112,8 @@ def part_count(nbytes: int, cores: int | None = None) -> int:
 
 
 def is_plain_copy(nbytes: int) -> bool:
-    """Whether NumPy alone copies so many bytes: there are no helpers, and the copy goes through the caches. To ask first
-    spares a call of `copy`, which takes some microseconds."""
+    """Whether NumPy alone copies so many bytes: there are no helpers, and the copy goes through the caches. To ask
+    first spares a call of `copy`, which takes some microseconds."""
     return nbytes < SPLIT_MIN or (_scope() is None and not nontemporal.large(nbytes))
 
 

@@ -117,7 +117,7 @@ class Room(NamedTuple):
             room[self.window] = x
             return room, room
         if self.ahead is not None and not borrowed and type(x) is np.ndarray:
-            found = pool.around(x, self.ahead * x.itemsize, self.shape)
+            found = pool.extended(x, self.ahead * x.itemsize, self.shape)
             if found is not None:
                 return found
         room = empty(self.shape, x)

@@ -74,7 +74,7 @@ def read_where_they_lie() -> list[int]:
     found, shared_memory.Arena.place = shared_memory.Arena.place, place
     announce.INLINE_LIMIT = comm.INLINE_LIMIT = run_plan.INLINE_LIMIT = 16
     mailbox._COPIED = 100
-    pool.LEAST, laid = 1, mostly
+    pool.POOL_MIN, laid = 1, mostly
     shared_memory.arena().serve()
     return offered
 

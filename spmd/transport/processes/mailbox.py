@@ -196,7 +196,7 @@ class Mailbox:
             return at, x.strides
         if self.arena is None or type(x) is not np.ndarray or x.nbytes > _COPIED:
             return None
-        room = pool.empty(max(x.nbytes, pool.LEAST), np.uint8)
+        room = pool.empty(max(x.nbytes, pool.POOL_MIN), np.uint8)
         at = self.place(room)
         if at is None:
             return None

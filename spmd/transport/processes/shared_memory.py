@@ -38,7 +38,7 @@ _ANONYMOUS = 0x20
 """MAP_ANONYMOUS."""
 
 
-class _Piece(pool.Piece):
+class _Piece(pool.Storage):
     """A part of an arena, which goes back there when nobody has it any more."""
 
     __slots__ = ("arena", "at", "era")
@@ -86,14 +86,14 @@ class Arena:
 
     def serve(self) -> None:
         """Large arrays are taken from here from now on; what was taken before is not used again."""
-        pool.take_from(partial(self.take))
+        pool.set_source(partial(self.take))
 
     def take(self, nbytes: int) -> _Piece | None:
         """Memory for a large array; None where there is no more."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.held:
             self._look_at_children()
-        if nbytes > pool.most_of_source() or not self.lock.acquire(blocking=False):
+        if nbytes > pool.source_limit() or not self.lock.acquire(blocking=False):
             return None
         try:
             at = self._place_for(nbytes)
@@ -108,9 +108,9 @@ class Arena:
     def _place_for(self, nbytes: int) -> int | None:
         """Where so many bytes are free, which are used from now on."""
         self._gather()
-        most = pool.most_of_source() - nbytes
+        most = pool.source_limit() - nbytes
         if self.used > most:
-            pool.let_go(self.used - most)
+            pool.release_old(self.used - most)
             self._gather()
             if self.used > most:
                 return None
