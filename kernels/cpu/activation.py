@@ -157,7 +157,7 @@ def _near_double(z):
     return -_far_double if c < -_far_double else c
 
 
-jit.by_bits(_near, single=_near_single, double=_near_double)
+jit.by_width(_near, single=_near_single, double=_near_double)
 
 
 @jit.loops("out", fastmath=_FAST)

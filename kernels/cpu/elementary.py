@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from spmd.kernels.jit import by_bits
+from spmd.kernels.jit import by_width
 
 __all__ = ["exp_below", "expm1_below", "log1p_unit", "mills", "rank", "unrank"]
 
@@ -102,7 +102,7 @@ def _exp_below_double(x):
     return 0.0 if x < _SMALLEST_D else (p * (r * r) + r + 1.0) * scale
 
 
-by_bits(exp_below, single=_exp_below_single, double=_exp_below_double)
+by_width(exp_below, single=_exp_below_single, double=_exp_below_double)
 
 
 def _rank_single(x):
@@ -123,8 +123,8 @@ def _unrank_double(x, k):
     return _l(k ^ ((k >> _l(63)) & _l(0x7FFFFFFFFFFFFFFF))).view(np.float64)
 
 
-by_bits(rank, single=_rank_single, double=_rank_double)
-by_bits(unrank, single=_unrank_single, double=_unrank_double)
+by_width(rank, single=_rank_single, double=_rank_double)
+by_width(unrank, single=_unrank_single, double=_unrank_double)
 
 
 # e to the x less 1 is scale * (e^r - 1) + (scale - 1): exact where the scale is 1, around zero.
@@ -151,7 +151,7 @@ def _expm1_below_double(x):
     return (p * (r * r) + r) * scale + (scale - 1.0)
 
 
-by_bits(expm1_below, single=_expm1_below_single, double=_expm1_below_double)
+by_width(expm1_below, single=_expm1_below_single, double=_expm1_below_double)
 
 # log(1 + x) = 2 artanh(s), s = x / (2 + x) <= 1/3: its series, as long as its terms show.
 
@@ -176,7 +176,7 @@ def _log1p_unit_double(x):
     return s * ((((p * z + _B3) * z + _B2) * z + _B1) * z + _B0)
 
 
-by_bits(log1p_unit, single=_log1p_unit_single, double=_log1p_unit_double)
+by_width(log1p_unit, single=_log1p_unit_single, double=_log1p_unit_double)
 
 # (1 + t) * mills(t), interpolated at Chebyshev's points.
 
@@ -217,4 +217,4 @@ def _mills_double(t):
     return (((p * q + _N2) * q + _N1) * q + _N0) / (t + 1.0)
 
 
-by_bits(mills, single=_mills_single, double=_mills_double)
+by_width(mills, single=_mills_single, double=_mills_double)

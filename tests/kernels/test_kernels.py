@@ -327,7 +327,7 @@ def test_every_function_stands_on_its_page():
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
+def test_cached_loops_are_of_these_sources(tmp_path):
     """numba looks for changes in the file of a loop alone, and loops call helpers of other files."""
     package = tmp_path / "kernels"
     package.mkdir()
@@ -353,7 +353,7 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
         assert len(list(tmp_path.glob("kernels/__pycache__/*.nbc"))) == 1, "that of other sources is deleted"
 
 
-def test_what_is_kept_of_loops(tmp_path):
+def test_files_of_the_cache(tmp_path):
     one, other = (jit_cache._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
     one.save("f4", {"code": 4})
     one.save("f8", {"code": 8})
@@ -374,7 +374,7 @@ def test_what_is_kept_of_loops(tmp_path):
         jit_cache._Files(tmp_path / "file", "a.loop-3.py311", "now").save("f4", 4)
 
 
-KEPT = """
+CACHED = """
 import sys
 import numba, numpy as np
 from numba.core import caching, dispatcher
@@ -392,12 +392,12 @@ print(sum(_products._compiled.stats.cache_hits.values()))
 
 def hits(folder, *kinds, before=""):
     """How many of the loops for these types a process finds on disk."""
-    run, env = [sys.executable, "-c", KEPT % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    run, env = [sys.executable, "-c", CACHED % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
     return int(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_are_found_by_all_they_were_made_from(tmp_path):
+def test_loops_are_cached_by_all_their_inputs(tmp_path):
     assert hits(tmp_path, "f4", "f8") == 0
     assert hits(tmp_path, "f8", "i8") == 1
     assert hits(tmp_path, "f8", "i8", "f4") == 3
@@ -409,7 +409,7 @@ def test_loops_are_found_by_all_they_were_made_from(tmp_path):
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_run_where_nothing_can_be_kept(tmp_path):
+def test_loops_run_where_nothing_can_be_cached(tmp_path):
     refuse = """
 def refuse(*args):
     raise %s
@@ -424,7 +424,7 @@ def refuse(*args):
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_with_other_constants_are_others(tmp_path):
+def test_loops_with_other_constants_are_compiled_anew(tmp_path):
     """numba's key has none of them."""
     loop = "import numpy as np\nfrom spmd.kernels.jit import loops\n\n@loops('out')\ndef run(out):\n    out[0] = {}\n"
     program = "import loop, numpy as np; out = np.zeros(1); loop.run(out); print(out[0])"
