@@ -95,13 +95,20 @@ _helpers: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] =
 _declaring = RLock()
 
 
-def by_width(plain: Callable[..., Any], *, single: Callable[..., Any], double: Callable[..., Any]) -> None:
-    """Let loops that call `plain` with float32 or float64 numbers call `single` or `double` instead."""
+def by_width(
+    plain: Callable[..., Any],
+    *,
+    single: Callable[..., Any],
+    double: Callable[..., Any],
+    fastmath: tuple[str, ...] = ("contract",),
+) -> None:
+    """Let loops that call `plain` with numbers of 4 or 8 bytes call `single` or `double` instead. fastmath: the flags
+    of their operations, see `loops`."""
 
     def choose(x, *_):
         return single if x.bitwidth == 32 else double
 
-    _helpers.append((plain, choose, ("contract",)))
+    _helpers.append((plain, choose, fastmath))
 
 
 def in_loops(plain: Callable[..., Any], other: Callable[..., Any]) -> None:

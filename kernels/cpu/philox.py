@@ -14,19 +14,7 @@ import numpy as np
 
 from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import accurate
-from spmd.kernels.cpu.quantiles import (
-    CUT,
-    SQRT2,
-    SQRT2_D,
-    central_double,
-    central_single,
-    choose,
-    minus_log_double,
-    minus_log_single,
-    quantile,
-    tail_double,
-    tail_single,
-)
+from spmd.kernels.cpu.quantiles import minus_log, quantile
 from spmd.kernels.memory import pool
 
 Box = Any
@@ -271,15 +259,14 @@ def _uniform(out: Any, bits: Any, shift: Any, unit: Any, low: Any, span: Any, la
         out[i] = x if x < last else last
 
 
-_f, _d, _ONE, _TWICE = np.float32, np.float64, np.float32(1), np.float32(2)
-
 # Words to numbers. x and tail = 1 - x come from all bits but the first, both to full precision.
 
-_SIGN, _MASK, _UNIT = np.uint32(31), np.uint32(0x7FFFFFFF), _f(2.0**-32)
-_SIGN_D, _MASK_D, _UNIT_D = _u(63), _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
+_f, _d = np.float32, np.float64
+_MASK, _UNIT = np.uint32(0x7FFFFFFF), _f(2.0**-32)
+_MASK_D, _UNIT_D = _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
 
 
-def _halves(bits: np.ndarray) -> tuple[Any, Any]:
+def _halves(bits):
     single = bits.dtype == np.uint32
     mask, unit, number = (_MASK, _UNIT, _f) if single else (_MASK_D, _UNIT_D, _d)
     one = bits.dtype.type(1)
@@ -287,76 +274,70 @@ def _halves(bits: np.ndarray) -> tuple[Any, Any]:
     return number((j << one) + one) * unit, number(((mask - j) << one) + one) * unit
 
 
+def _halves_single(bits):
+    j = bits & _MASK
+    return _f((j << _ODD) + _ODD) * _UNIT, _f(((_MASK - j) << _ODD) + _ODD) * _UNIT
+
+
+def _halves_double(bits):
+    j = bits & _MASK_D
+    return _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
+
+
+jit.by_width(_halves, single=_halves_single, double=_halves_double, fastmath=())
+
+
+def _is_negative(bits):
+    """The first bit."""
+    return bits > (_MASK if bits.dtype == np.uint32 else _MASK_D)
+
+
+jit.by_width(_is_negative, single=lambda bits: bits > _MASK, double=lambda bits: bits > _MASK_D)
+
+
 def _normal(out: np.ndarray, bits: np.ndarray) -> None:
     if jit.available():
-        (_normal_single if out.itemsize == 4 else _normal_double)(out, bits)
+        _normal_loop(out, bits)
         return
     out[...] = quantile(*_halves(bits))
-    np.negative(out, out=out, where=bits > (_MASK if out.itemsize == 4 else _MASK_D))
+    np.negative(out, out=out, where=_is_negative(bits))
 
 
 @jit.loops("out", fastmath=())
-def _normal_single(out: Any, bits: Any) -> None:
+def _normal_loop(out: Any, bits: Any) -> None:
     for i in range(out.shape[0]):
-        j = bits[i] & _MASK
-        x, tail = _f((j << _ODD) + _ODD) * _UNIT, _f(((_MASK - j) << _ODD) + _ODD) * _UNIT
-        w = minus_log_single(tail * (_TWICE - tail), x * x)
-        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
-        out[i] = -z if bits[i] > _MASK else z
-
-
-@jit.loops("out", fastmath=())
-def _normal_double(out: Any, bits: Any) -> None:
-    for i in range(out.shape[0]):
-        j = bits[i] & _MASK_D
-        x, tail = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
-        w = minus_log_double(tail * (2.0 - tail), x * x)
-        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
-        out[i] = -z if bits[i] > _MASK_D else z
+        x, tail = _halves(bits[i])
+        z = quantile(x, tail)
+        out[i] = -z if _is_negative(bits[i]) else z
 
 
 def _exponential(out: np.ndarray, bits: np.ndarray) -> None:
     if jit.available():
-        (_exponential_single if out.itemsize == 4 else _exponential_double)(out, bits)
+        _exponential_loop(out, bits)
         return
     x, rest = _halves(bits)
-    out[...] = (minus_log_single if out.itemsize == 4 else minus_log_double)(rest, x)
+    out[...] = minus_log(rest, x)
 
 
 @jit.loops("out", fastmath=())
-def _exponential_single(out: Any, bits: Any) -> None:
+def _exponential_loop(out: Any, bits: Any) -> None:
     for i in range(out.shape[0]):
-        j = bits[i] & _MASK
-        out[i] = minus_log_single(_f(((_MASK - j) << _ODD) + _ODD) * _UNIT, _f((j << _ODD) + _ODD) * _UNIT)
-
-
-@jit.loops("out", fastmath=())
-def _exponential_double(out: Any, bits: Any) -> None:
-    for i in range(out.shape[0]):
-        j = bits[i] & _MASK_D
-        x, rest = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
-        out[i] = minus_log_double(rest, x)
+        x, rest = _halves(bits[i])
+        out[i] = minus_log(rest, x)
 
 
 def _gumbel(out: np.ndarray, bits: np.ndarray) -> None:
     _exponential(out, bits)
     if jit.available():
-        (_again_single if out.itemsize == 4 else _again_double)(out)
+        _minus_log_loop(out)
         return
-    single = out.itemsize == 4
-    out[...] = (minus_log_single if single else minus_log_double)(out, (_ONE if single else 1.0) - out)
+    out[...] = minus_log(out, out.dtype.type(1) - out)
 
 
 @jit.loops("out", fastmath=())
-def _again_single(out: Any) -> None:
+def _minus_log_loop(out: Any) -> None:
     for i in range(out.shape[0]):
-        out[i] = minus_log_single(out[i], _ONE - out[i])
-
-
-@jit.loops("out", fastmath=())
-def _again_double(out: Any) -> None:
-    for i in range(out.shape[0]):
-        out[i] = minus_log_double(out[i], 1.0 - out[i])
+        out[i] = minus_log(out[i], out.dtype.type(1) - out[i])
 
 
 class _Truncated:
@@ -372,8 +353,7 @@ class _Truncated:
     def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
         self.draw(out, bits)
         if jit.available():
-            loop = _truncated_single if out.itemsize == 4 else _truncated_double
-            loop(out, out.dtype.type(self.side), self.least, self.low, self.high)
+            _truncated_loop(out, out.dtype.type(self.side), self.least, self.low, self.high)
             return
         if self.side:
             tail = np.maximum(out, self.least)
@@ -387,30 +367,14 @@ class _Truncated:
 
 
 @jit.loops("out", fastmath=())
-def _truncated_single(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+def _truncated_loop(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+    one = out.dtype.type(1)
     for i in range(out.shape[0]):
         v = out[i]
         size = -v if v < 0 else v
-        tail = _ONE - size if side == 0 else v
+        tail = one - size if side == 0 else v
         tail = tail if tail > least else least
-        x = size if side == 0 else _ONE - tail
-        w = minus_log_single(tail * (_TWICE - tail), x * x)
-        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
-        z = (-z if v < 0 else z) if side == 0 else z * side
-        z = z if z > low else low
-        out[i] = z if z < high else high
-
-
-@jit.loops("out", fastmath=())
-def _truncated_double(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
-    for i in range(out.shape[0]):
-        v = out[i]
-        size = -v if v < 0 else v
-        tail = 1.0 - size if side == 0 else v
-        tail = tail if tail > least else least
-        x = size if side == 0 else 1.0 - tail
-        w = minus_log_double(tail * (2.0 - tail), x * x)
-        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
+        z = quantile(size if side == 0 else one - tail, tail)
         z = (-z if v < 0 else z) if side == 0 else z * side
         z = z if z > low else low
         out[i] = z if z < high else high
