@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
-from spmd.kernels.cpu.rows import deal, undeal
+from spmd.kernels.cpu.rows import join_phases, split_phases
 from spmd.kernels.cpu.vectors import combine
 from spmd.kernels.memory import pool
 from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
@@ -214,7 +214,7 @@ def _resample_evenly(
             starts[c * taps + k] = i % step * (n // step + 1) + i // step
     for p in range(x.size // n):
         if step > 1:
-            deal(dealt, x, p * n, n, step)
+            split_phases(dealt, x, p * n, n, step)
         for c in range(period):
             to, count, begin = c * width, (length - c + period - 1) // period, (first + c) * taps
             if period == 1 and step == 1:
@@ -226,7 +226,7 @@ def _resample_evenly(
             else:
                 combine(made, to, count, dealt, 0, starts, c * taps, weight, begin, taps)
         if period > 1:
-            undeal(out, p * m + first, made, length, period)
+            join_phases(out, p * m + first, made, length, period)
         for o in range(m):
             if o == first:
                 break

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate, by_planes
-from spmd.kernels.cpu.rows import deal, fill, scale, undeal
+from spmd.kernels.cpu.rows import fill, join_phases, scale, split_phases
 from spmd.kernels.cpu.vectors import combine, fetch
 from spmd.kernels.memory import pool
 from spmd.kernels.windows import Window, windows
@@ -451,7 +451,7 @@ def _max_pool(top: Any, index: Any, x: Any, table: Any, planes: int, pair: Any, 
                             row = p * nd * nh * nw + base
                             fetched = fetch(x, fetched, row + nw, size)
                             if stride > 1:
-                                deal(phases, x, row, nw, stride)
+                                split_phases(phases, x, row, nw, stride)
                                 _row_max(tops, places, at, phases, 0, base, mw, stride, dilation, pair, later)
                             else:
                                 _row_max(tops, places, at, x, row, base, mw, stride, dilation, pair, later)
@@ -555,7 +555,7 @@ def _avg_pool(
                     fetched = fetch(x, fetched, starts[count - 1] + nw, size)
                 combine(row, 0, nw, x, 0, starts, 0, factors, 0, count)
                 if stride > 1:
-                    deal(phases, row, 0, nw, stride)
+                    split_phases(phases, row, 0, nw, stride)
                     _row_sums(out, to, phases, sums, adds, ones)
                 else:
                     _row_sums(out, to, row, sums, adds, ones)
@@ -593,7 +593,7 @@ def _avg_pool_vjp(
                 scale(total, 0, mw, share_w)
                 if stride > 1:
                     _row_sums(phases, 0, total, sums, adds, ones)
-                    undeal(out, to, phases, nw, stride)
+                    join_phases(out, to, phases, nw, stride)
                 else:
                     _row_sums(out, to, total, sums, adds, ones)
 
