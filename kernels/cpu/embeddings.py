@@ -13,7 +13,7 @@ from spmd.kernels.memory import pool
 
 
 def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The rows that ids name; zeros where they are -1."""
+    """The rows of ids; zeros where they are -1."""
     shape = (*ids.shape, *table.shape[1:])
     if not table.shape[0]:
         return pool.zeros(shape, table.dtype)

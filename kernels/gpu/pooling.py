@@ -8,7 +8,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, over
+from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, over, row_grid
 from spmd.kernels.windows import Window, windows
 
 Ints = tuple[int, ...]
@@ -42,17 +42,17 @@ def max_pool_gather(x: Any, index: Any) -> Any:
     if out.size:
         arrays = (out, cp.ascontiguousarray(x), cp.ascontiguousarray(index))
         planes, m, n = (math.prod(s) for s in (x.shape[:2], index.shape[2:], x.shape[2:]))
-        grid, block = _grid(planes, m)
+        grid, block = row_grid(planes, m, 1 << 10)
         _gather(x.dtype, index.dtype, grid=grid, block=block, args=(*arrays, planes, m, n))
     return out
 
 
 def max_pool_vjp(g: Any, index: Any, shape: Ints, window: Ints, stride: Ints, padding: Pairs, dilation: Ints) -> Any:
-    """The cotangent of x, given that of max_pool(x): g is added to the entries that won."""
+    """The cotangent of x, given that of max_pool(x): g is added to the largest entries."""
     out = cp.empty((*g.shape[:2], *shape), g.dtype)
     if out.size:
         geometry = windows(shape, window, stride, padding, dilation)
-        geometry = [w._replace(m=m) for w, m in zip(geometry, g.shape[2:], strict=True)]  # in ceil mode there are more
+        geometry = [w._replace(m=m) for w, m in zip(geometry, g.shape[2:], strict=True)]  # ceil mode has more outputs
         arrays = (out, cp.ascontiguousarray(g), cp.ascontiguousarray(index))
         _over_rows(_max_pool_vjp, out.shape, arrays, _table(geometry), index.dtype)
     return out
@@ -94,24 +94,15 @@ def avg_pool_vjp(
 
 
 def _table(geometry: list[Window], count_include_pad: bool = False) -> list[int]:
-    """What a kernel is told of each of three dimensions."""
-    found = []
+    """The parameters of each of three dimensions, as the sources have them."""
+    parameters = []
     for w in [Window.of(1, 1)] * (3 - len(geometry)) + geometry:
         counts = (-w.low, w.padded) if count_include_pad else (0, w.n)
-        found += [w.n, w.m, w.kernel, w.stride, w.dilation, w.low, *counts]
-    return found
+        parameters += [w.n, w.m, w.kernel, w.stride, w.dilation, w.low, *counts]
+    return parameters
 
 
 def _over_rows(kernel: Kernel, shape: tuple[int, ...], arrays: tuple, table: list[int], *dtypes: Any) -> None:
     """Launch a kernel that computes an array of this shape, (N, C, *spatial)."""
-    grid, block = _grid(math.prod(shape[:-1]), shape[-1])
+    grid, block = row_grid(math.prod(shape[:-1]), shape[-1], 1 << 10)
     kernel(arrays[0].dtype, *dtypes, grid=grid, block=block, args=(*arrays, math.prod(shape[:2]), *table))
-
-
-def _grid(rows: int, n: int) -> tuple[Ints, Ints]:
-    """Blocks of 256 threads that share as many rows as fit."""
-    along = 32
-    while along < min(n, 256):
-        along *= 2
-    beside = 256 // along
-    return (min(-(-rows // beside), 1 << 20), min(-(-n // along), 1 << 10)), (along, beside)

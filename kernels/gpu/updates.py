@@ -1,4 +1,4 @@
-"""Steps of optimisers, in one launch each."""
+"""Optimiser steps, in one launch each."""
 
 from __future__ import annotations
 
