@@ -76,9 +76,8 @@ def _by_row(
     which, p = _numbers(kind, alpha, compute_dtype, compiled)
     if compiled and into is None and bias is not None and bias.dtype == compute_dtype == out.dtype:
         n = out.shape[-1]  # as below, in fewer steps
-        function(
-            *[np.ascontiguousarray(a).reshape(-1, n) for a in (out, *arrays)], np.ascontiguousarray(bias), p, which
-        )
+        operands = [np.ascontiguousarray(a).reshape(-1, n) for a in (out, *arrays)]
+        function(*operands, np.ascontiguousarray(bias), p, which)
         return out
     flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
     pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
