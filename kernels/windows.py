@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Window", "output_length", "reach", "windows"]
+__all__ = ["Window", "output_length", "reach", "same_padding", "stencil_adjoint_padding", "windows"]
 
 Pair = tuple[int, int]
 
@@ -99,6 +99,19 @@ def output_length(
     return ceil if ceil_mode and (ceil - 1) * stride < n + low else floor
 
 
+def same_padding(n: int, kernel: int, stride: int = 1, dilation: int = 1, lower: bool = False) -> Pair:
+    """The padding that gives ceil(n / stride) outputs; an odd entry is at the high end, or the low one."""
+    total = max(0, (-(-n // stride) - 1) * stride + _extent(kernel, dilation) - n) if n else 0
+    half = total // 2
+    return (total - half, half) if lower else (half, total - half)
+
+
 def reach(offsets: Sequence[Sequence[int]]) -> tuple[Pair, ...]:
     """How far offsets reach below and above 0 in each dimension, (low, high): the halo of a stencil."""
     return tuple((max(0, -min(column)), max(0, *column)) for column in zip(*offsets, strict=True))
+
+
+def stencil_adjoint_padding(offsets: Sequence[Sequence[int]], padding: Sequence[Pair]) -> tuple[Pair, ...]:
+    """The padding of a stencil's adjoint, which has the negated offsets."""
+    ends = zip(reach(offsets), padding, strict=True)
+    return tuple((low + high - before, low + high - after) for (low, high), (before, after) in ends)

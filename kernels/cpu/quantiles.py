@@ -189,7 +189,7 @@ def _tail_double(w):
     return _where(s < 4.0, _p_double_tail(s - 3.25), _p_double_end(s - 5.25))
 
 
-def quantile(x: np.ndarray, tail: np.ndarray) -> np.ndarray:
+def quantile(x, tail):
     """The number that a normal one exceeds in absolute value with the probability `tail` = 1 - x."""
     single = x.dtype == np.float32
     two = _TWICE if single else 2.0

@@ -50,7 +50,7 @@ def sample(x: Any, points: Any, method: str, boundary: str, orders: Ints, cubic:
     out = cp.zeros((x.shape[0], points.shape[0]), x.dtype)
     if out.size and x.size:
         x, points = cp.ascontiguousarray(x), cp.ascontiguousarray(points)
-        grid, block = row_grid(*out.shape, 1 << 15)
+        grid, block = row_grid(x.shape[0], points.shape[0], 1 << 15)
         args = (out, x, points, _table(method, orders, cubic), *out.shape, *_parameters(x.shape[1:], method, boundary))
         _sample(x.dtype, points.dtype, grid=grid, block=block, args=args)
     return out

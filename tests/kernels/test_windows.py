@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 import spmd
-from spmd.kernels.windows import Window, output_length
+from spmd.kernels.windows import Window, output_length, same_padding
 
 CASES = list(
     itertools.product(range(9), (1, 2, 3, 5), (1, 2, 3), ((0, 0), (1, 1), (2, 0), (0, 3), (-1, -2)), (1, 2), (0, 1))
@@ -36,3 +36,13 @@ def test_taps_inside_are_those_that_read_inputs():
             reads = {o: o * stride - padding[0] + j * dilation for o in range(w.m)}
             for start, stop in ((0, n), (-padding[0], w.padded)):
                 assert list(range(*w.inside(j, stop, start))) == [o for o, i in reads.items() if start <= i < stop]
+
+
+@pytest.mark.parametrize("word", ["same", "same_lower"])
+def test_same_padding_is_the_planners(word):
+    for n, kernel, stride, dilation in itertools.product(range(9), (1, 2, 3, 5), (1, 2, 3), (1, 2)):
+        taps = spmd.plan_window(n, kernel, stride=stride, padding=word, dilation=dilation).taps
+        assert taps is not None
+        padding = same_padding(n, kernel, stride, dilation, lower=word == "same_lower")
+        assert padding == (taps.low, taps.high)
+        assert output_length(n, kernel, stride, padding, dilation) == -(-n // stride)
