@@ -14,7 +14,7 @@ import spmd
 from spmd import P, functions
 from spmd.errors import SpecError
 from spmd.kernels import cpu, jit
-from spmd.kernels.cpu import convolution as kernels
+from spmd.kernels.cpu import correlation
 from spmd.kernels.windows import output_length
 
 family = Family("convolution")
@@ -167,7 +167,7 @@ CUT = {
 @pytest.mark.parametrize("case", CUT)
 def test_however_the_work_is_cut(monkeypatch, case, channels, part):
     """By examples, groups and rows; entries around the arrays, which do not belong to them, are no numbers."""
-    monkeypatch.setattr(kernels, "_PART", part)
+    monkeypatch.setattr(correlation, "_PART_BYTES", part)
     shape, kernel, *options = CUT[case]
     n, c, o, groups = channels
     rng = np.random.default_rng(0)
@@ -189,9 +189,9 @@ def test_however_the_work_is_cut(monkeypatch, case, channels, part):
         )
         found = made()
         with jit.off():
-            monkeypatch.setattr(kernels, "_PART", 1 << 30)
+            monkeypatch.setattr(correlation, "_PART_BYTES", 1 << 30)
             expected = made()
-            monkeypatch.setattr(kernels, "_PART", part)
+            monkeypatch.setattr(correlation, "_PART_BYTES", part)
         for y, z in zip(found, expected, strict=True):  # sums of small integers: exact
             np.testing.assert_array_equal(y, z)
 
