@@ -1,4 +1,4 @@
-"""Interpolation: along an axis by given taps, and at arbitrary points."""
+"""Interpolation along an axis by given taps, and at arbitrary points."""
 
 from __future__ import annotations
 
