@@ -33,7 +33,7 @@ Pairs = tuple[tuple[int, int], ...]
 def max_pool(
     x: np.ndarray, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The largest entry of every window, and its place among the spatial entries of x."""
+    """The largest entry of every window, and its index among the spatial entries of x."""
     if accurate(x.dtype) != x.dtype:
         return by_planes(lambda x: max_pool(x, window, stride, padding, dilation, ceil_mode), x)
     geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
@@ -149,7 +149,7 @@ def avg_pool_vjp(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> np.ndarray:
-    """The cotangent of x, given that of avg_pool(x): each entry of g is shared among its window."""
+    """The cotangent of x, given that of avg_pool(x): each entry of g is spread evenly over its window."""
     if accurate(g.dtype) != g.dtype:
         options = (shape, window, stride, padding, dilation, ceil_mode, count_include_pad)
         return by_planes(lambda g: avg_pool_vjp(g, *options), g)

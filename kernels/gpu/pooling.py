@@ -25,7 +25,7 @@ _avg_pool_vjp = Kernel("pooling", "avg_pool_vjp", over((*FLOATING, *COMPLEX)))
 def max_pool(
     x: Any, window: Ints, stride: Ints, padding: Pairs, dilation: Ints, ceil_mode: bool = False
 ) -> tuple[Any, Any]:
-    """The largest entry of every window, and its place among the spatial entries of x."""
+    """The largest entry of every window, and its index among the spatial entries of x."""
     geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     shape = (*x.shape[:2], *(w.m for w in geometry))
     top = cp.empty(shape, x.dtype)
@@ -85,7 +85,7 @@ def avg_pool_vjp(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
 ) -> Any:
-    """The cotangent of x, given that of avg_pool(x): each entry of g is shared among its window."""
+    """The cotangent of x, given that of avg_pool(x): each entry of g is spread evenly over its window."""
     out = cp.empty((*g.shape[:2], *shape), g.dtype)
     if out.size:
         geometry = windows(shape, window, stride, padding, dilation, ceil_mode)
