@@ -157,8 +157,8 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
 
 def test_what_slabs_make_is_not_made_in_the_block(monkeypatch):
     """By NumPy alone, of a block its rows' ends, and of its two slabs theirs: not the block's first and last rows."""
-    made, around = [], neighbours._around
-    monkeypatch.setattr(neighbours, "_around", lambda out, *rest: made.append(out.shape) or around(out, *rest))
+    made, around = [], neighbours._side_sums
+    monkeypatch.setattr(neighbours, "_side_sums", lambda out, *rest: made.append(out.shape) or around(out, *rest))
     x = np.random.default_rng(0).normal(size=(40, 30))
     body = lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS)
     with jit.off():
@@ -234,15 +234,15 @@ def test_short_numbers_tell_nothing_of_what_is_nobodys(scheduler):
 def test_pairs_are_those_of_one_distance_that_are_near():
     line = [(0, 0, k) for k in (-1, 1)]
     cross = [(0, 1, 0), (0, -1, 0), *line]
-    firsts, apart, singles = neighbours._twins([(1, 0, 0), (-1, 0, 0), *cross])
+    firsts, apart, singles = neighbours._paired([(1, 0, 0), (-1, 0, 0), *cross])
     assert (len(firsts), apart[0]) == (2, 0)
     assert singles == ((1, 0, 0), (-1, 0, 0))
-    assert neighbours._twins(line) == ((), (0, 0, 0), tuple(line))
-    assert neighbours._twins(cross[:1] * 4) == ((), (0, 0, 0), tuple(cross[:1] * 4))
+    assert neighbours._paired(line) == ((), (0, 0, 0), tuple(line))
+    assert neighbours._paired(cross[:1] * 4) == ((), (0, 0, 0), tuple(cross[:1] * 4))
     rng = np.random.default_rng(0)
     for _ in range(200):
         places = [tuple(p) for p in rng.integers(-2, 3, (rng.integers(1, 9), 3)).tolist()]
-        firsts, apart, singles = neighbours._twins(places)
+        firsts, apart, singles = neighbours._paired(places)
         assert sorted([*firsts, *(neighbours._plus(a, apart) for a in firsts), *singles]) == sorted(places)
 
 
