@@ -15,13 +15,13 @@ struct Geometry {
     Geometry{{n0, n1, n2}, {m0, m1, m2}, {k0, k1, k2}, {s0, s1, s2}, {l0, l1, l2}, {d0, d1, d2}}
 
 // The entry of x that tap t of output o reads, or -1 for padding.
-__device__ inline index_t entry_of(const Geometry& s, int d, index_t o, index_t t) {
+__device__ inline index_t input(const Geometry& s, int d, index_t o, index_t t) {
     index_t i = o * s.stride[d] - s.low[d] + t * s.dilation[d];
     return i >= 0 && i < s.n[d] ? i : -1;
 }
 
 // The output whose tap t reads entry i, or -1.
-__device__ inline index_t output_of(const Geometry& s, int d, index_t i, index_t t) {
+__device__ inline index_t output(const Geometry& s, int d, index_t i, index_t t) {
     index_t u = i + s.low[d] - t * s.dilation[d];
     if (u < 0 || u % s.stride[d]) return -1;
     u /= s.stride[d];
@@ -43,7 +43,7 @@ template <class T> __global__ void im2col(T* cols, const T* x, index_t planes, G
     for (index_t e = grid_first(); e < count; e += grid_stride()) {
         index_t rest = e;
         Three o = split(rest, s.m), t = split(rest, s.k);
-        index_t a = entry_of(s, 0, o.at[0], t.at[0]), b = entry_of(s, 1, o.at[1], t.at[1]), c = entry_of(s, 2, o.at[2], t.at[2]);
+        index_t a = input(s, 0, o.at[0], t.at[0]), b = input(s, 1, o.at[1], t.at[1]), c = input(s, 2, o.at[2], t.at[2]);
         cols[e] = a < 0 || b < 0 || c < 0 ? zero<T>() : x[rest * size + (a * s.n[1] + b) * s.n[2] + c];
     }
 }
@@ -59,13 +59,13 @@ template <class T> __global__ void col2im(T* x, const T* cols, index_t planes, G
         Three i = split(rest, s.n);
         A sum = zero<A>();
         for (index_t a = 0; a < s.k[0]; ++a) {
-            index_t u = output_of(s, 0, i.at[0], a);
+            index_t u = output(s, 0, i.at[0], a);
             if (u < 0) continue;
             for (index_t b = 0; b < s.k[1]; ++b) {
-                index_t v = output_of(s, 1, i.at[1], b);
+                index_t v = output(s, 1, i.at[1], b);
                 if (v < 0) continue;
                 for (index_t c = 0; c < s.k[2]; ++c) {
-                    index_t w = output_of(s, 2, i.at[2], c);
+                    index_t w = output(s, 2, i.at[2], c);
                     if (w < 0) continue;
                     index_t tap = (a * s.k[1] + b) * s.k[2] + c;
                     sum += widen(cols[(rest * taps + tap) * outputs + (u * s.m[1] + v) * s.m[2] + w]);
@@ -95,7 +95,7 @@ template <class T> __global__ void conv(
             for (index_t i = 0; i < s.k[0]; ++i)
                 for (index_t j = 0; j < s.k[1]; ++j)
                     for (index_t l = 0; l < s.k[2]; ++l, ++weights) {
-                        index_t p = entry_of(s, 0, o.at[0], i), q = entry_of(s, 1, o.at[1], j), r = entry_of(s, 2, o.at[2], l);
+                        index_t p = input(s, 0, o.at[0], i), q = input(s, 1, o.at[1], j), r = input(s, 2, o.at[2], l);
                         if (p >= 0 && q >= 0 && r >= 0)
                             sum += widen(*weights) * widen(source[(p * s.n[1] + q) * s.n[2] + r]);
                     }
@@ -122,7 +122,7 @@ template <class T> __global__ void conv_input_adjoint(
             for (index_t a = 0; a < s.k[0]; ++a)
                 for (index_t b = 0; b < s.k[1]; ++b)
                     for (index_t c = 0; c < s.k[2]; ++c, ++weights) {
-                        index_t p = output_of(s, 0, i.at[0], a), q = output_of(s, 1, i.at[1], b), r = output_of(s, 2, i.at[2], c);
+                        index_t p = output(s, 0, i.at[0], a), q = output(s, 1, i.at[1], b), r = output(s, 2, i.at[2], c);
                         if (p >= 0 && q >= 0 && r >= 0)
                             sum += widen(*weights) * widen(source[(p * s.m[1] + q) * s.m[2] + r]);
                     }
@@ -147,7 +147,7 @@ template <class T> __global__ void conv_weight_adjoint(
         for (index_t q = threadIdx.x; q < examples * outputs; q += blockDim.x) {
             index_t example = q;
             Three o = split(example, s.m);
-            index_t a = entry_of(s, 0, o.at[0], t.at[0]), b = entry_of(s, 1, o.at[1], t.at[1]), c = entry_of(s, 2, o.at[2], t.at[2]);
+            index_t a = input(s, 0, o.at[0], t.at[0]), b = input(s, 1, o.at[1], t.at[1]), c = input(s, 2, o.at[2], t.at[2]);
             if (a < 0 || b < 0 || c < 0) continue;
             const T* source = x + ((example * groups + filter / filters) * channels + channel) * size;
             sum += widen(g[(example * groups * filters + filter) * outputs + q % outputs])
