@@ -75,8 +75,8 @@ def test_large_numbers_and_nan(kind, compiled):
         getattr(spmd.kernels.reference, n)(*a)
         for n, a in (("activate", (x.astype(float), None, kind)), ("activate_vjp", (1.0, x.astype(float), None, kind)))
     ]
-    for found, wanted in zip((y, d), exact, strict=True):
-        np.testing.assert_allclose(found[1:], wanted[1:], rtol=1e-5, atol=1e-30)
+    for actual, wanted in zip((y, d), exact, strict=True):
+        np.testing.assert_allclose(actual[1:], wanted[1:], rtol=1e-5, atol=1e-30)
     assert np.isnan(y[0])
 
 
@@ -219,12 +219,12 @@ def test_the_cotangent_may_be_written_over_the_one_that_came(kind, dtype, compil
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_cotangent_that_nobody_else_has_is_written_over(kind):
     x, bias = X[:, :3], np.array([0.1, -0.2, 0.3])
-    kept = []
+    received = []
 
     def watched(y):
         """Keeps the cotangent that comes, and hands it on as it is."""
         f = spmd.custom_vjp(lambda y: y)
-        f.defvjp(lambda y: (y, None), lambda _, g: (kept.append(g) or g,))
+        f.defvjp(lambda y: (y, None), lambda _, g: (received.append(g) or g,))
         return f(y)
 
     def loss(x, b):
@@ -236,7 +236,7 @@ def test_only_a_cotangent_that_nobody_else_has_is_written_over(kind):
         slope = cpu.activate_vjp(np.ones_like(x), x, bias, kind, 0.01 if kind == "leaky_relu" else 1.0)
         np.testing.assert_allclose(dx, F.bias_act(x, bias, kind) + x * slope, rtol=1e-12)
         np.testing.assert_allclose(db, (x * slope).sum(0), rtol=1e-12, atol=1e-12)
-    np.testing.assert_array_equal(kept[0], x)
+    np.testing.assert_array_equal(received[0], x)
     _, pull = spmd.vjp(lambda x, b: F.bias_act(x, b, kind), x, bias)
     g = np.full_like(x, 2.0)
     first = pull(g)
@@ -291,10 +291,10 @@ def test_in_a_body(scheduler):
         return np.sum(F.bias_act(x, b, "silu") ** 2)
 
     for n in (6, 3):
-        for found, wanted in zip(
+        for actual, wanted in zip(
             spmd.grad(total, (0, 1))(X[:n], bias), spmd.grad(serial, (0, 1))(X[:n], bias), strict=True
         ):
-            np.testing.assert_allclose(found, wanted, atol=1e-13)
+            np.testing.assert_allclose(actual, wanted, atol=1e-13)
     spmd.check_grads(total, (X, bias), order=2)
 
 
@@ -349,15 +349,15 @@ def test_numbers_far_from_zero(compiled, dtype):
 def test_the_slope_of_a_sigmoid_near_one_is_not_lost():
     x = np.linspace(10, 80, 50, dtype=np.float32)
     with jit.off():
-        found = spmd.grad(lambda x: np.sum(F.sigmoid(x)))(x)
-    np.testing.assert_allclose(found, np.exp(-x.astype(float)), rtol=1e-4)
+        actual = spmd.grad(lambda x: np.sum(F.sigmoid(x)))(x)
+    np.testing.assert_allclose(actual, np.exp(-x.astype(float)), rtol=1e-4)
 
 
 def test_relu_of_integers():
     for dtype in ("int8", "int64", "uint16"):
-        found = F.relu(np.array([0, 5, 3], dtype) - np.array(3, "int8").astype(dtype) * (dtype != "uint16"))
-        assert found.dtype == dtype
-        assert found.tolist() == ([0, 5, 3] if dtype == "uint16" else [0, 2, 0])
+        actual = F.relu(np.array([0, 5, 3], dtype) - np.array(3, "int8").astype(dtype) * (dtype != "uint16"))
+        assert actual.dtype == dtype
+        assert actual.tolist() == ([0, 5, 3] if dtype == "uint16" else [0, 2, 0])
     assert F.relu(-3) == 0
     with pytest.raises(SpecError, match=r"real numbers.*\n.*astype"):
         F.relu(np.array([1j]))
@@ -386,12 +386,12 @@ def test_relu_whose_loops_are_its_own(shape, bias, dtype):
     with np.errstate(invalid="ignore"):
         z = x if b is None else x + b
         y, h = np.maximum(z, 0), g * (z > 0).astype(dtype)
-        found = cpu.activate(x, b, "relu"), cpu.activate_vjp(g, x, b, "relu")
+        actual = cpu.activate(x, b, "relu"), cpu.activate_vjp(g, x, b, "relu")
         into = g.copy()
         assert cpu.activate_vjp(into, x, b, "relu", 1.0, into) is into
         other = np.empty_like(g)
         assert cpu.activate_vjp(g, x, b, "relu", 1.0, other) is other
-    np.testing.assert_array_equal(found[0], y)
-    for a in (found[1], into, other):
+    np.testing.assert_array_equal(actual[0], y)
+    for a in (actual[1], into, other):
         np.testing.assert_array_equal(a, h)
         assert a.dtype == np.dtype(dtype)

@@ -39,8 +39,8 @@ def test_every_engine_has_the_kernels_of_the_family(engine, family):
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_signatures_are_those_of_the_reference(engine, family, name):
     def parameters(engine):
-        found = inspect.signature(getattr(source(engine, family), name)).parameters.values()
-        return [(p.name, p.kind, p.default) for p in found]
+        actual = inspect.signature(getattr(source(engine, family), name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in actual]
 
     assert parameters(engine) == parameters("reference")
 
@@ -84,7 +84,7 @@ def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
         pass
 
     loops = jit.Loops(nothing, (), frozenset())
-    threads = [threading.Thread(target=lambda: (loops._compile(), done.append("made"))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: (loops._compile(), done.append("compiled"))) for _ in range(2)]
     threads[0].start()
     assert began.wait(10)
     threads[1].start()
@@ -93,7 +93,7 @@ def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
     go.set()
     for thread in threads:
         thread.join(10)
-    assert done == ["declared", "made", "made"]
+    assert done == ["declared", "compiled", "compiled"]
 
 
 # The memory pool
@@ -231,11 +231,11 @@ def test_one_array_at_a_time_is_extended_around_another():
     del first
     assert pool.extended(x, 800, (1002, 100)) is None, "a view has them"
     del view
-    again = pool.extended(x, 800, (1002, 100))[1]
+    second = pool.extended(x, 800, (1002, 100))[1]
     at = x.ctypes.data
     del x, same, part
     assert pool.idle() == 0, "the larger array has the memory"
-    del again
+    del second
     assert pool.idle() > 0
     assert pool.empty((1000, 100)).ctypes.data == at
     assert pool.extended(pool.empty((1000, 100)), 800, (1002, 100)) is not None
@@ -274,12 +274,12 @@ def test_more_slabs_of_a_size_than_are_cached():
     held = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
     for k, x in enumerate(held):
         x.fill(k)
-    again = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
-    for x in again:
+    more = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
+    for x in more:
         x.fill(255)
     assert [x[0] for x in held] == [x[-1] for x in held] == list(range(40))
     assert pool._cache.nbytes <= 8 * (1 << 17) * 1.2
-    del held, again, x
+    del held, more, x
     assert pool.idle() >= 80 << 17
 
 

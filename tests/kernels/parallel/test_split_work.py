@@ -1,4 +1,4 @@
-"""Threads that help: the same bits, every part made, every error told."""
+"""Helper threads: the same bits, every part computed, every error raised."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_what_pays_is_measured_once(monkeypatch):
     odd measurement among several does nothing, and calls count as 36 us at least, 160 at most."""
     monkeypatch.undo()
     split_work.part_bytes.cache_clear()
-    found = split_work.part_bytes()
-    assert type(found) is int
-    assert found >= split_work.SPLIT_MIN // 2
+    measured = split_work.part_bytes()
+    assert type(measured) is int
+    assert measured >= split_work.SPLIT_MIN // 2
     with split_work.SplitScope(lambda: 2):
-        assert [split_work.part_count(2 * found - 1), split_work.part_count(2 * found)] == [1, 2]
-    for copy, call, pays in (
+        assert [split_work.part_count(2 * measured - 1), split_work.part_count(2 * measured)] == [1, 2]
+    for copy_seconds, call_seconds, pays in (
         (1e-3, 36e-6, MB),
         (90e-6, 36e-6, MB),
         (30e-6, 36e-6, 3 * MB),
@@ -50,14 +50,14 @@ def test_what_pays_is_measured_once(monkeypatch):
         (100e-6, 160e-6, 4 * MB),
         (100e-6, 1.0, 4 * MB),
     ):
-        assert split_work.part_bytes() == found
+        assert split_work.part_bytes() == measured
         split_work.part_bytes.cache_clear()
-        copies = [(0.5, s) for s in (9 * copy, copy, 2 * copy, copy, copy)]
-        calls = [(0.5, 0.0, s) for s in (1.0, 9 * call, call, call, 0.0, call)]
+        copies = [(0.5, s) for s in (9 * copy_seconds, copy_seconds, 2 * copy_seconds, copy_seconds, copy_seconds)]
+        calls = [(0.5, 0.0, s) for s in (1.0, 9 * call_seconds, call_seconds, call_seconds, 0.0, call_seconds)]
         clock = itertools.accumulate(itertools.chain(*copies, *calls))
         monkeypatch.setattr(split_work.time, "perf_counter", clock.__next__)
-        found = split_work.part_bytes()
-        assert found == pytest.approx(pays, rel=1e-6)
+        measured = split_work.part_bytes()
+        assert measured == pytest.approx(pays, rel=1e-6)
     monkeypatch.undo()
     split_work.part_bytes.cache_clear()
 
@@ -96,8 +96,8 @@ def test_copies_are_split_evenly(monkeypatch):
     into = [np.zeros_like(a) for a in arrays]
     with split_work.SplitScope(lambda: 3):
         split_work.copy(list(zip(into, arrays, strict=True)))
-    found = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
-    assert found == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
+    actual = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
+    assert actual == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
     for to, a in zip(into, arrays, strict=True):
         np.testing.assert_array_equal(to, a)
 
@@ -195,10 +195,10 @@ def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes
     """Everybody calls some, and nobody helps there; or all may help with every one."""
     ran, run = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
-    found = []
+    calls = []
 
     def make(k):
-        found.append((k, split_work.part_count(1 << 30)))
+        calls.append((k, split_work.part_count(1 << 30)))
         return k
 
     makes, nbytes = [partial(make, k) for k in range(len(sizes))], [int(size * MB) for size in sizes]
@@ -206,10 +206,10 @@ def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes
         assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
     assert ran == split
     # What is called one after the other finds the team as it is.
-    assert sorted(found) == [(k, 1 if split else cores) for k in range(len(sizes))]
-    found.clear()
+    assert sorted(calls) == [(k, 1 if split else cores) for k in range(len(sizes))]
+    calls.clear()
     assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
-    assert found == [(k, 1) for k in range(len(sizes))]
+    assert calls == [(k, 1) for k in range(len(sizes))]
 
 
 def test_an_error_of_one_of_each_is_raised():
@@ -264,11 +264,11 @@ def test_additions_of_boxes_are_split(spread, monkeypatch):
     boxes = (((0, 601), (0, 1001)), ((1, 600), (2, 1001)), ((3, 4), (5, 6)))
     parts = [rng.standard_normal([b - a for a, b in box]) for box in boxes]
     with split_work.SplitScope(lambda: 2 if spread else 1):
-        found = cpu.add_boxes(shape, boxes, parts)
+        actual = cpu.add_boxes(shape, boxes, parts)
     want = parts[0].copy()
     for box, part in zip(boxes[1:], parts[1:], strict=True):
         want[tuple(slice(*b) for b in box)] += part
-    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(actual, want)
     assert split == [2, 2] * spread
 
 
@@ -386,10 +386,10 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch)
 
     helped = run("lockstep")
     assert set(split) == {(0, 2), (1, 2)} if not by_the_last else split[-1] == (1, 2)
-    made = split.count((1, 2))
+    splits = split.count((1, 2))
     np.testing.assert_array_equal(run("threads"), helped)
     assert [n for _, n in split] == [2] * by_the_last
-    assert made >= 1
+    assert splits >= 1
 
 
 @pytest.mark.parametrize(
@@ -414,24 +414,24 @@ def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs,
     monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 20)
 
     def body(x, rows, columns):
-        made = []
+        results_of_calls = []
         for k in range(4):
-            made.append(act(x * (1.0 + k), rows, columns))
+            results_of_calls.append(act(x * (1.0 + k), rows, columns))
             done.append(len(ran))
-        return made
+        return results_of_calls
 
-    found = {}
+    results_of = {}
     for scheduler in ("lockstep", "threads"):
         mesh = spmd.Mesh(x=2, scheduler=scheduler)
         layouts = [mesh.layout(LARGE.shape, p) for p in (ROWS, COLUMNS)]
         ran.clear()
         done: list[int] = []
         results = mesh.map(body, in_specs=(ROWS, None, None), out_specs=spec)(spmd.put(LARGE, ROWS, mesh), *layouts)
-        found[scheduler] = [y.numpy() for y in results]
+        results_of[scheduler] = [y.numpy() for y in results]
         if scheduler == "lockstep":
             assert done[-1] - done[-3] == runs
-    for again, once in zip(found["lockstep"], found["threads"], strict=True):
-        np.testing.assert_array_equal(again, once)
+    for repeated, direct in zip(results_of["lockstep"], results_of["threads"], strict=True):
+        np.testing.assert_array_equal(repeated, direct)
 
 
 @pytest.mark.parametrize(("cores", "share"), [(2, 1), (3, 1), (4, 2), (8, 4)])
