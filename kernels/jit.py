@@ -31,7 +31,7 @@ import numpy as np
 
 from spmd.settings import setting
 
-__all__ = ["available", "by_width", "exact", "fits", "helper", "in_loops", "loops", "lowered", "off"]
+__all__ = ["available", "by_width", "emitted", "exact", "fits", "helper", "in_loops", "loops", "off"]
 
 _DTYPE_CHARS = frozenset("fdFDbBhHiIlLqQ?")
 
@@ -116,11 +116,30 @@ def in_loops(plain: Callable[..., Any], other: Callable[..., Any]) -> None:
     _helpers.append((plain, lambda *types: other, ()))
 
 
-def lowered(make: Callable[..., Callable[..., Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let loops that call the decorated function call what `make` returns, a function for numba to compile, which may
-    build instructions. `make` gets numba's types of the arguments. The decorated function itself is unchanged."""
+def emitted(emit: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let loops that call the decorated function run the instructions that emit(context, builder, signature, args)
+    builds. Arrays keep their types; other arguments are indices, or tuples of indices. Nothing is returned."""
 
     def declare(plain: Callable[..., Any]) -> Callable[..., Any]:
+        names = ", ".join(inspect.signature(plain).parameters)
+
+        def make(*_: Any) -> Callable[..., Any]:
+            from numba import types
+            from numba.extending import intrinsic
+
+            def typed(*kinds: Any) -> tuple[Any, Any]:
+                indices = lambda k: types.UniTuple(types.intp, len(k)) if isinstance(k, types.BaseTuple) else types.intp
+                return types.void(*(k if isinstance(k, types.Array) else indices(k) for k in kinds)), build
+
+            def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                emit(context, builder, signature, args)
+                return context.get_dummy_value()
+
+            # numba takes functions with these parameters, and does not unpack `*args`.
+            scope: dict[str, Any] = {"typed": typed}
+            scope["instruction"] = intrinsic(eval(f"lambda typing, {names}: typed({names})", scope))
+            return eval(f"lambda {names}: instruction({names})", scope)
+
         _helpers.append((plain, make, ()))
         return plain
 

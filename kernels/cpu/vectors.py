@@ -6,13 +6,12 @@ until all terms are added. The compiler keeps the sums of plain loops in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from spmd.kernels.jit import helper, lowered
+from spmd.kernels.jit import emitted, helper
 
 __all__ = ["ROWS", "add_taps", "combine", "dot_taps", "fetch", "filters", "lanes", "places", "prefetch", "taps"]
 
@@ -196,7 +195,7 @@ class _Dots(_Vectors):
             context.make_array(t)(context, builder, a) for t, a in zip(types, arrays, strict=True)
         )
 
-    def add(self, row, tap, at, apart, count, base, shape, steps) -> None:
+    def add(self, row, tap, at, g_pitch, count, base, shape, steps) -> None:
         """See `dot_taps`."""
         builder, lanes = self.builder, self.lanes
         zero, one = self.number(0), self.number(1)
@@ -204,7 +203,7 @@ class _Dots(_Vectors):
         lines, last = [], builder.sub(count, one)
         for a in range(ROWS):  # rows beyond the count repeat the last one
             there = builder.icmp_signed("<", self.number(a), last)
-            lines.append(builder.add(at, builder.mul(builder.select(there, self.number(a), last), apart)))
+            lines.append(builder.add(at, builder.mul(builder.select(there, self.number(a), last), g_pitch)))
         begins = [
             builder.add(base, builder.load(builder.gep(self.offsets.data, [self.row_start(tap, one, t)])))
             for t in range(taps())
@@ -258,65 +257,34 @@ class _Dots(_Vectors):
         return one if self.bits == 64 else self.builder.fpext(one, ir.DoubleType())
 
 
-def _build_add_taps(*_: Any) -> Callable[..., Any]:
-    from numba import types
-    from numba.extending import intrinsic
-
-    index = types.intp
-
-    @intrinsic
-    def add_taps(typing, out, to, pitch, x, at, offsets, w, row):
-        def build(context, builder, signature, args):
-            out, to, pitch, x, at, offsets, w, row = args
-            sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 6)], out, x, offsets, w)
-            count, first = sums.pitch, builder.mul(row, sums.pitch)
-            shape: Any = {"pitch": pitch, "filters": filters(), "wide": _vectors_at_once(), "lanes": sums.lanes}
-            sums.add(to, at, sums.number(0), first, count, **shape)
-            return context.get_dummy_value()
-
-        return types.void(out, index, index, x, index, offsets, w, index), build
-
-    instruction: Any = add_taps
-    return lambda out, to, pitch, x, at, offsets, w, row: instruction(out, to, pitch, x, at, offsets, w, row)
+def _emit_add_taps(context: Any, builder: Any, signature: Any, args: Any) -> None:
+    out, to, pitch, x, at, offsets, w, row = args
+    sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 6)], out, x, offsets, w)
+    count, first = sums.pitch, builder.mul(row, sums.pitch)
+    shape: Any = {"pitch": pitch, "filters": filters(), "wide": _vectors_at_once(), "lanes": sums.lanes}
+    sums.add(to, at, sums.number(0), first, count, **shape)
 
 
-def _build_combine(*_: Any) -> Callable[..., Any]:
-    from numba import types
-    from numba.extending import intrinsic
+def _emit_combine(context: Any, builder: Any, signature: Any, args: Any) -> None:
+    out, to, n, x, at, offsets, begin, w, first, count = args
+    sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 7)], out, x, offsets, w)
 
-    index = types.intp
+    def pieces(widths: tuple[int, ...]) -> None:
+        """In the widest pieces that fit, or in single numbers."""
+        if not widths:
+            sums.add_pieces(to, n, at, begin, first, count, wide=1, lanes=1)
+            return
+        fit = builder.icmp_signed(">=", n, sums.number(widths[0] * sums.lanes))
+        with builder.if_else(fit) as (then, otherwise):
+            with then:
+                sums.add_pieces(to, n, at, begin, first, count, wide=widths[0], lanes=sums.lanes)
+            with otherwise:
+                pieces(widths[1:])
 
-    @intrinsic
-    def combine(typing, out, to, n, x, at, offsets, begin, w, first, count):
-        def build(context, builder, signature, args):
-            out, to, n, x, at, offsets, begin, w, first, count = args
-            sums = _Sums(context, builder, [signature.args[i] for i in (0, 3, 5, 7)], out, x, offsets, w)
-            given = (to, n, at, begin, first, count)
-
-            def pieces(widths):
-                """In the widest pieces that fit, or in single numbers."""
-                if not widths:
-                    sums.add_pieces(*given, wide=1, lanes=1)
-                    return
-                fit = builder.icmp_signed(">=", n, sums.number(widths[0] * sums.lanes))
-                with builder.if_else(fit) as (then, otherwise):
-                    with then:
-                        sums.add_pieces(*given, wide=widths[0], lanes=sums.lanes)
-                    with otherwise:
-                        pieces(widths[1:])
-
-            pieces(_WIDTHS)
-            return context.get_dummy_value()
-
-        return types.void(out, index, index, x, index, offsets, index, w, index, index), build
-
-    instruction: Any = combine
-    return lambda out, to, n, x, at, offsets, begin, w, first, count: instruction(
-        out, to, n, x, at, offsets, begin, w, first, count
-    )
+    pieces(_WIDTHS)
 
 
-@lowered(_build_add_taps)
+@emitted(_emit_add_taps)
 def add_taps(out: Any, to: int, pitch: int, x: Any, at: int, offsets: Any, w: Any, row: int) -> None:
     """out[to + a * pitch + j] = sum over t of w[row + a, t] * x[at + offsets[t] + j], for `filters` a and `places` j.
 
@@ -326,7 +294,7 @@ def add_taps(out: Any, to: int, pitch: int, x: Any, at: int, offsets: Any, w: An
         _sum_of_taps(out, to + a * pitch, places(x.dtype), x, at, offsets, 0, w[row + a], 0, len(offsets))
 
 
-@lowered(_build_combine)
+@emitted(_emit_combine)
 def combine(
     out: Any, to: int, n: int, x: Any, at: int, offsets: Any, begin: int, w: Any, first: int, count: int
 ) -> None:
@@ -337,37 +305,20 @@ def combine(
     _sum_of_taps(out, to, n, x, at, offsets, begin, w, first, count)
 
 
-def _build_dot(*_: Any) -> Callable[..., Any]:
-    from numba import types
-    from numba.extending import intrinsic
-
-    index = types.intp
-    pair = types.UniTuple(index, 2)
-
-    @intrinsic
-    def dot_taps(typing, sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps):
-        def build(context, builder, signature, args):
-            sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps = args
-            dots = _Dots(context, builder, [signature.args[i] for i in (0, 3, 7, 9)], sums, g, x, offsets)
-            dots.add(row, tap, at, apart, count, base, shape, steps)
-            return context.get_dummy_value()
-
-        return types.void(sums, index, index, g, index, index, index, x, index, offsets, pair, pair), build
-
-    instruction: Any = dot_taps
-    return lambda sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps: instruction(
-        sums, row, tap, g, at, apart, count, x, base, offsets, shape, steps
-    )
+def _emit_dot(context: Any, builder: Any, signature: Any, args: Any) -> None:
+    sums, row, tap, g, at, pitch, count, x, base, offsets, shape, steps = args
+    dots = _Dots(context, builder, [signature.args[i] for i in (0, 3, 7, 9)], sums, g, x, offsets)
+    dots.add(row, tap, at, pitch, count, base, shape, steps)
 
 
-@lowered(_build_dot)
+@emitted(_emit_dot)
 def dot_taps(
     sums: Any,
     row: int,
     tap: int,
     g: Any,
     at: int,
-    apart: int,
+    pitch: int,
     count: int,
     x: Any,
     base: int,
@@ -375,7 +326,7 @@ def dot_taps(
     shape: tuple[int, int],
     steps: tuple[int, int],
 ) -> None:
-    """sums[row + a, tap + t] += sum over y, j of g[at + a * apart + y * steps[0] + j] * x[base + offsets[tap + t] +
+    """sums[row + a, tap + t] += sum over y, j of g[at + a * pitch + y * steps[0] + j] * x[base + offsets[tap + t] +
     y * steps[1] + j], for ROWS a, of which only `count` have a g, and `taps` t.
 
     shape: (rows y, columns j), at least a vector of columns. sums: (filters, taps), float64; arbitrary beyond the
@@ -384,7 +335,7 @@ def dot_taps(
     """
     for a in range(ROWS):
         for t in range(taps()):
-            line, place = at + min(a, count - 1) * apart, base + offsets[tap + t]
+            line, place = at + min(a, count - 1) * pitch, base + offsets[tap + t]
             for y in range(shape[0]):
                 factors = g[line + y * steps[0] :][: shape[1]]
                 sums[row + a, tap + t] += float(factors @ x[place + y * steps[1] :][: shape[1]])
@@ -402,24 +353,12 @@ def _emit_prefetch(builder: Any, pointer: Any, write: bool = False) -> None:
     builder.call(instruction, [place, *(ir.Constant(flag, n) for n in (int(write), into_first_cache, data))])
 
 
-def _build_prefetch(*_: Any) -> Callable[..., Any]:
-    from numba import types
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def prefetch(typing, x, at):
-        def build(context, builder, signature, args):
-            array = context.make_array(signature.args[0])(context, builder, args[0])
-            _emit_prefetch(builder, builder.gep(array.data, [args[1]]))
-            return context.get_dummy_value()
-
-        return types.void(x, types.intp), build
-
-    instruction: Any = prefetch
-    return lambda x, at: instruction(x, at)
+def _emit_prefetch_of(context: Any, builder: Any, signature: Any, args: Any) -> None:
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    _emit_prefetch(builder, builder.gep(array.data, [args[1]]))
 
 
-@lowered(_build_prefetch)
+@emitted(_emit_prefetch_of)
 def prefetch(x: Any, at: int) -> None:
     """Start to fetch the line of memory with entry `at` of a flat array, which is read soon."""
 

@@ -9,7 +9,7 @@ The loops need numba. `copy` and `add` return False where they have done nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
@@ -152,92 +152,51 @@ def _load(builder: Any, dtype: Any, address: Any, align: int) -> Any:
     return value
 
 
-def _build_copy(*_: Any) -> Callable[..., Any]:
+def _emit_copy(_context: Any, builder: Any, _signature: Any, args: Any) -> None:
     from llvmlite import ir
-    from numba import types
     from numba.core import cgutils
-    from numba.extending import intrinsic
 
-    index = types.intp
+    target, source, n = args
+    number = lambda k: ir.Constant(target.type, k)
+    byte, line = ir.IntType(8).as_pointer(), ir.VectorType(ir.IntType(8), _LINE)
 
-    @intrinsic
-    def copy_past(typing, target, source, n):
-        def build(context, builder, signature, args):
-            target, source, n = args
-            number = lambda k: ir.Constant(target.type, k)
-            byte, line = ir.IntType(8).as_pointer(), ir.VectorType(ir.IntType(8), _LINE)
+    def memcpy(begin, count):
+        to, of = (builder.inttoptr(builder.add(p, begin), byte) for p in (target, source))
+        cgutils.raw_memcpy(builder, to, of, count, 1)
 
-            def memcpy(begin, count):
-                to, of = (builder.inttoptr(builder.add(p, begin), byte) for p in (target, source))
-                cgutils.raw_memcpy(builder, to, of, count, 1)
-
-            head = builder.and_(builder.neg(target), number(_LINE - 1))
-            head = builder.select(builder.icmp_signed("<", head, n), head, n)
-            end = builder.add(head, builder.and_(builder.sub(n, head), number(-_LINE)))
-            memcpy(number(0), head)
-            with cgutils.for_range_slice(builder, head, end, number(_LINE), inc=True) as (i, _):
-                _store_past(builder, _load(builder, line, builder.add(source, i), 1), builder.add(target, i))
-            memcpy(end, builder.sub(n, end))
-            return context.get_dummy_value()
-
-        return types.void(index, index, index), build
-
-    instruction: Any = copy_past
-    return lambda target, source, n: instruction(target, source, n)
+    head = builder.and_(builder.neg(target), number(_LINE - 1))
+    head = builder.select(builder.icmp_signed("<", head, n), head, n)
+    end = builder.add(head, builder.and_(builder.sub(n, head), number(-_LINE)))
+    memcpy(number(0), head)
+    with cgutils.for_range_slice(builder, head, end, number(_LINE), inc=True) as (i, _):
+        _store_past(builder, _load(builder, line, builder.add(source, i), 1), builder.add(target, i))
+    memcpy(end, builder.sub(n, end))
 
 
-def _build_add(*_: Any) -> Callable[..., Any]:
+def _emit_add(context: Any, builder: Any, signature: Any, args: Any) -> None:
     from llvmlite import ir
-    from numba import types
-    from numba.extending import intrinsic
 
-    @intrinsic
-    def add_line(typing, out, x, y, at):
-        def build(context, builder, signature, args):
-            kinds, at = signature.args, args[3]
-            arrays = [context.make_array(t)(context, builder, a) for t, a in zip(kinds[:3], args[:3], strict=True)]
-            number, nbytes = context.get_data_type(kinds[0].dtype), kinds[0].dtype.bitwidth // 8
-            line = ir.VectorType(number, _LINE // nbytes)
-            to, one, other = (builder.ptrtoint(builder.gep(a.data, [at]), at.type) for a in arrays)
-            terms = [_load(builder, line, place, nbytes) for place in (one, other)]
-            _store_past(builder, builder.fadd(*terms), to)
-            return context.get_dummy_value()
-
-        return types.void(out, x, y, types.intp), build
-
-    instruction: Any = add_line
-    return lambda out, x, y, at: instruction(out, x, y, at)
+    kinds, at = signature.args, args[3]
+    arrays = [context.make_array(t)(context, builder, a) for t, a in zip(kinds[:3], args[:3], strict=True)]
+    number, nbytes = context.get_data_type(kinds[0].dtype), kinds[0].dtype.bitwidth // 8
+    line = ir.VectorType(number, _LINE // nbytes)
+    out, x, y = (builder.ptrtoint(builder.gep(a.data, [at]), at.type) for a in arrays)
+    _store_past(builder, builder.fadd(*[_load(builder, line, place, nbytes) for place in (x, y)]), out)
 
 
-def _build_fence(*_: Any) -> Callable[..., Any]:
-    from numba import types
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def fence(typing):
-        def build(context, builder, signature, args):
-            builder.fence("seq_cst")
-            return context.get_dummy_value()
-
-        return types.void(), build
-
-    instruction: Any = fence
-    return lambda: instruction()
-
-
-@jit.lowered(_build_copy)
+@jit.emitted(_emit_copy)
 def _copy_past(target: int, source: int, n: int) -> None:
     """Copy n bytes between addresses, whole lines past the caches."""
     raise NotImplementedError
 
 
-@jit.lowered(_build_add)
+@jit.emitted(_emit_add)
 def _add_line(out: Any, x: Any, y: Any, at: int) -> None:
     """out[at:] = x[at:] + y[at:] for the line of numbers at that place, past the caches. It is aligned."""
     raise NotImplementedError
 
 
-@jit.lowered(_build_fence)
+@jit.emitted(lambda _context, builder, _signature, _args: builder.fence("seq_cst"))
 def _fence() -> None:
     """Order stores: other threads and processes see those after this one later. Stores past the caches are unordered
     otherwise, and another store may tell that the result is complete."""
