@@ -45,12 +45,24 @@ def _row_max(top, index, to, row, start, base, m, stride, dilation, pair, rest):
 
 
 @jit.helper
-def _larger(top, index, to, n, tops_a, indices_a, a, tops_b, indices_b, b):
+def _larger(top, index, to, n, tops, indices, a, b):
     """The larger of the entries a + k and b + k, with its index; the first one where they are equal."""
     to, a, b = np.uint64(to), np.uint64(a), np.uint64(b)
     for k in range(n):
         u = np.uint64(k)
-        v, i, w, j = tops_a[a + u], indices_a[a + u], tops_b[b + u], indices_b[b + u]
+        v, i, w, j = tops[a + u], indices[a + u], tops[b + u], indices[b + u]
+        second_larger = (not (w <= v)) & (v == v) | (i < 0)
+        top[to + u] = w if second_larger else v
+        index[to + u] = j if second_larger else i
+
+
+@jit.helper
+def _improve(top, index, to, n, tops, indices, b):
+    """The larger of output to + k and the entry b + k, likewise. In one function with `_larger` it is slower."""
+    to, b = np.uint64(to), np.uint64(b)
+    for k in range(n):
+        u = np.uint64(k)
+        v, i, w, j = top[to + u], index[to + u], tops[b + u], indices[b + u]
         second_larger = (not (w <= v)) & (v == v) | (i < 0)
         top[to + u] = w if second_larger else v
         index[to + u] = j if second_larger else i
@@ -95,9 +107,9 @@ def max_pool_loop(top: Any, index: Any, x: Any, table: Any, planes: int, pair: A
                                 _row_max(tops, indices, at, x, row, base, mw, stride, dilation, pair, rest)
                         rows_read += 1
                         if rows_read == 2:
-                            _larger(top, index, to, mw, tops, indices, previous, tops, indices, at)
+                            _larger(top, index, to, mw, tops, indices, previous, at)
                         elif rows_read > 2:
-                            _larger(top, index, to, mw, top, index, to, tops, indices, at)
+                            _improve(top, index, to, mw, tops, indices, at)
                         previous = at
                 if rows_read == 0:
                     fill(top, to, mw, -np.inf)
