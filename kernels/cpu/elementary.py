@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from spmd.kernels.jit import by_width, helper
+from spmd.kernels.jit import by_width
 
 __all__ = ["exp_below", "expm1_below", "log1p_unit", "mills", "rank", "unrank"]
 
@@ -67,25 +67,27 @@ _P0, _P1, _P2, _P3, _P4, _P5 = map(
 )
 
 
-@helper
-def _exp_parts_single(x):
-    """exp(r) - 1 and scale, where exp(x) = exp(r) * scale."""
+def _exp_below_single(x):
     y = _SMALLEST if x < _SMALLEST else x
     t = y * _LOG2_E + _SHIFT
     n = t - _SHIFT
     r = (y - n * _HIGH) - n * _LOW
     p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
-    return p * (r * r) + r, _i((_f(t).view(np.int32) << _i(23)) + _i(127 << 23)).view(np.float32)
+    scale = _i((_f(t).view(np.int32) << _i(23)) + _i(127 << 23)).view(np.float32)
+    return _ZERO if x < _SMALLEST else (p * (r * r) + r + _ONE) * scale
 
 
-def _exp_below_single(x):
-    q, scale = _exp_parts_single(x)
-    return _ZERO if x < _SMALLEST else (q + _ONE) * scale
+# The reduction is not shared: a helper for it changes how the compiler vectorises sums of exp, and so their bits.
 
 
 def _expm1_below_single(x):
-    q, scale = _exp_parts_single(x)
-    return q * scale + (scale - _ONE)  # exact around zero, where the scale is 1
+    y = _SMALLEST if x < _SMALLEST else x
+    t = y * _LOG2_E + _SHIFT
+    n = t - _SHIFT
+    r = (y - n * _HIGH) - n * _LOW
+    p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _P0
+    scale = _i((_f(t).view(np.int32) << _i(23)) + _i(127 << 23)).view(np.float32)
+    return (p * (r * r) + r) * scale + (scale - _ONE)  # exact around zero, where the scale is 1
 
 
 _d, _l = np.float64, np.int64
@@ -95,25 +97,26 @@ _SHIFT_D, _SMALLEST_D = 1.5 * 2.0**52, -708.3964185322641
 _T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (1 / math.factorial(k) for k in range(2, 14))
 
 
-@helper
-def _exp_parts_double(x):
+def _exp_below_double(x):
     y = _SMALLEST_D if x < _SMALLEST_D else x
     t = y * _LOG2_E_D + _SHIFT_D
     n = t - _SHIFT_D
     r = (y - n * _HIGH_D) - n * _LOW_D
     p = (((((_T13 * r + _T12) * r + _T11) * r + _T10) * r + _T9) * r + _T8) * r + _T7
     p = ((((p * r + _T6) * r + _T5) * r + _T4) * r + _T3) * r + _T2
-    return p * (r * r) + r, _l((_d(t).view(np.int64) << _l(52)) + _l(1023 << 52)).view(np.float64)
-
-
-def _exp_below_double(x):
-    q, scale = _exp_parts_double(x)
-    return 0.0 if x < _SMALLEST_D else (q + 1.0) * scale
+    scale = _l((_d(t).view(np.int64) << _l(52)) + _l(1023 << 52)).view(np.float64)
+    return 0.0 if x < _SMALLEST_D else (p * (r * r) + r + 1.0) * scale
 
 
 def _expm1_below_double(x):
-    q, scale = _exp_parts_double(x)
-    return q * scale + (scale - 1.0)
+    y = _SMALLEST_D if x < _SMALLEST_D else x
+    t = y * _LOG2_E_D + _SHIFT_D
+    n = t - _SHIFT_D
+    r = (y - n * _HIGH_D) - n * _LOW_D
+    p = (((((_T13 * r + _T12) * r + _T11) * r + _T10) * r + _T9) * r + _T8) * r + _T7
+    p = ((((p * r + _T6) * r + _T5) * r + _T4) * r + _T3) * r + _T2
+    scale = _l((_d(t).view(np.int64) << _l(52)) + _l(1023 << 52)).view(np.float64)
+    return (p * (r * r) + r) * scale + (scale - 1.0)
 
 
 by_width(exp_below, single=_exp_below_single, double=_exp_below_double)
