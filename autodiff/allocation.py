@@ -45,13 +45,13 @@ def scaled(g: Any, x: Any) -> Any:
 def owns_memory(x: np.ndarray) -> bool:
     """Whether the memory of an array is its own, or used again when x is gone: it is a view of no other array."""
     base = x.base
-    return base is None or type(base).__name__ == "Lease"
+    return base is None or type(base).__name__ == "PooledBase"
 
 
 def writable(x: Any) -> bool:
     """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
     is used again is nobody else's while x is there."""
-    while isinstance(x, np.ndarray) and type(x).__name__ not in ("Lease", "Margin", "Frozen"):
+    while isinstance(x, np.ndarray) and type(x).__name__ not in ("PooledBase", "ExtendedBase", "Frozen"):
         if x.flags.writeable:
             return True
         x = x.base

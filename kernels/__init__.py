@@ -1,10 +1,10 @@
 """Array code for one block: no mesh, no tape.
 
-    reference/   what every kernel computes, in a few lines of plain NumPy: their documentation, and the tests' oracle
-    cpu/         the same for speed on NumPy arrays, with loops compiled by numba where it is installed
-    gpu/         the same for CuPy arrays, with sources in CUDA
+    reference/   every kernel in a few lines of plain NumPy: the documentation, and the oracle of the tests
+    cpu/         fast kernels for NumPy arrays, with loops compiled by numba where it is installed
+    gpu/         kernels for CuPy arrays, in CUDA
 
-The three have the same names and signatures. `of(x)` gives the kernels that fit x.
+The three packages have the same names and signatures. `of(x)` gives the package for x.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from types import ModuleType
 
 import numpy as np
 
-from spmd.kernels import cpu, registry
+from spmd.kernels import cpu
+from spmd.kernels.registry import FAMILIES
 
 __all__ = ["FAMILIES", "of", "on_device", "register"]
 
-FAMILIES = registry.FAMILIES
-"""The kernels by family: a module of that name in each of the three packages."""
+_others: dict[type, ModuleType] = {}
 
 
 def on_device(x: object) -> bool:
@@ -27,7 +27,7 @@ def on_device(x: object) -> bool:
 
 
 def of(x: object) -> ModuleType:
-    """The kernels for the array x: `spmd.kernels.gpu` for one of CuPy, else `spmd.kernels.cpu`."""
+    """The kernels for the array x: `spmd.kernels.gpu` for CuPy's, else `spmd.kernels.cpu`, or what is registered."""
     if type(x) is not np.ndarray:
         if on_device(x):
             from spmd.kernels import gpu
@@ -37,9 +37,6 @@ def of(x: object) -> ModuleType:
     return cpu
 
 
-_others: dict[type, ModuleType] = {}
-
-
-def register(kind: type, engine: ModuleType) -> None:
-    """Arrays of another class have these kernels."""
-    _others[kind] = engine
+def register(array_type: type, package: ModuleType) -> None:
+    """Let `of` give this package of kernels for arrays of another class."""
+    _others[array_type] = package

@@ -1,7 +1,7 @@
-"""Taps of interpolation: which inputs an output is made of, and with which weights. NumPy arrays, computed once.
+"""Taps of interpolation: the inputs of each output and their weights. NumPy arrays, computed once.
 
-An output at the place p, in units of the input's entries, has taps around floor(p) with weights that are polynomials of
-the rest t = p - floor(p): one tap for "nearest", two for "linear", four for "cubic" (R. Keys, "Cubic convolution
+An output at the coordinate p, in units of the input's entries, has taps around floor(p). Their weights are polynomials
+of t = p - floor(p): one tap for "nearest", two for "linear", four for "cubic" (R. Keys, "Cubic convolution
 interpolation for digital image processing", 1981; its parameter a is -1/2 there, and -3/4 in torch).
 """
 
@@ -23,19 +23,20 @@ def polynomials(method: str, cubic: float = -0.5, order: int = 0) -> np.ndarray:
         "linear": [[1, -1, 0, 0], [0, 1, 0, 0]],
         "cubic": [[0, a, -2 * a, a], [1, 0, -a - 3, a + 2], [0, -a, 2 * a + 3, -a - 2], [0, 0, a, -a]],
     }
-    found = np.array(rows[method], np.float64)
+    coefficients = np.array(rows[method], np.float64)
     for _ in range(order):
-        found = np.concatenate([found[:, 1:] * [1, 2, 3], np.zeros((len(found), 1))], axis=1)
-    return found
+        coefficients = np.concatenate([coefficients[:, 1:] * [1, 2, 3], np.zeros((len(coefficients), 1))], axis=1)
+    return coefficients
 
 
 def nearest_shift(method: str) -> float:
-    """What is added to a place before it is rounded down."""
+    """What is added to a coordinate before it is rounded down."""
     return 0.5 if method == "nearest" else 0.0
 
 
 def continued(i: np.ndarray, n: int, boundary: str) -> tuple[np.ndarray, np.ndarray | bool]:
-    """The entries of n > 0 that stand at the places i of the array continued at its ends, and whether there is one."""
+    """The indices among n > 0 entries of the entries i of an array continued beyond its ends, and whether there is
+    one."""
     if boundary == "periodic":
         return i % n, True
     if boundary == "reflect":
@@ -50,25 +51,25 @@ def resize_taps(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The taps of m outputs over the span of n > 0 inputs: index and weight, (m, taps).
 
-    Output o is at the place (o + 1/2) * n / m - 1/2; with align_corners at o * (n - 1) / (m - 1). Beyond its ends the
-    input goes on with the last entry. antialias: where m < n the weights are stretched by n / m, so that every input
-    counts; taps beyond the ends are left out, and the weights of each output are scaled to the sum 1.
+    Output o is at (o + 1/2) * n / m - 1/2; with align_corners at o * (n - 1) / (m - 1). Beyond its ends the input
+    repeats the last entry. antialias: where m < n the weights are stretched by n / m, so that every input counts; taps
+    beyond the ends are left out, and the weights of each output are scaled to the sum 1.
     """
     o = np.arange(m)
-    above, below = (o * (n - 1), max(1, m - 1)) if align_corners else ((2 * o + 1) * n - m, 2 * m)
+    numerator, denominator = (o * (n - 1), max(1, m - 1)) if align_corners else ((2 * o + 1) * n - m, 2 * m)
     if method == "nearest":
-        index = (2 * above + below) // (2 * below)
+        index = (2 * numerator + denominator) // (2 * denominator)
         return np.minimum(index, n - 1)[:, None].astype(np.int32), np.ones((m, 1))
     taps = 2 if method == "linear" else 4
     if antialias:
         stretch = max(1.0, n / m) if m else 1.0
-        place = above / below
-        first = np.ceil(place - stretch * taps / 2).astype(np.int64)
+        position = numerator / denominator
+        first = np.ceil(position - stretch * taps / 2).astype(np.int64)
         index = first[:, None] + np.arange(int(np.floor(stretch * taps)) + 1)
-        weight = np.where((index >= 0) & (index < n), _hat(abs(place[:, None] - index) / stretch, method, cubic), 0)
+        weight = np.where((index >= 0) & (index < n), _hat(abs(position[:, None] - index) / stretch, method, cubic), 0)
         weight /= np.sum(weight, axis=1, keepdims=True)
     else:
-        first, t = above // below, above % below / below
+        first, t = numerator // denominator, numerator % denominator / denominator
         index = first[:, None] + np.arange(taps) - (taps // 2 - 1)
         weight = np.stack([t**0, t, t**2, t**3], axis=1) @ polynomials(method, cubic).T
     return np.clip(index, 0, n - 1).astype(np.int32), weight
@@ -84,20 +85,20 @@ def _hat(s: np.ndarray, method: str, cubic: float) -> np.ndarray:
 
 
 def transposed(index: np.ndarray, weight: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The taps of the adjoint, which makes n outputs: those that read an input, with the same weights.
+    """The taps of the adjoint, which has n outputs: for each input, the outputs that read it, with the same weights.
 
-    Each has as many as the one that is read most; the missing ones repeat a tap of it with the weight 0.
+    All have as many taps as the input that is read most; missing ones repeat a tap with the weight 0.
     """
     m, taps = index.shape
-    read = weight.reshape(-1) != 0
-    pairs = (index.reshape(-1).astype(np.int64) * m + np.repeat(np.arange(m), taps))[read]
-    found, place = np.unique(pairs, return_inverse=True)
-    weights = np.bincount(place.reshape(-1), weight.reshape(-1)[read], len(found))
-    i, o = found // max(1, m), found % max(1, m)
+    is_read = weight.reshape(-1) != 0
+    pairs = (index.reshape(-1).astype(np.int64) * m + np.repeat(np.arange(m), taps))[is_read]
+    unique_pairs, place = np.unique(pairs, return_inverse=True)
+    weights = np.bincount(place.reshape(-1), weight.reshape(-1)[is_read], len(unique_pairs))
+    i, o = unique_pairs // max(1, m), unique_pairs % max(1, m)
     slot = np.arange(len(i)) - np.searchsorted(i, i)
     width = int(np.max(slot, initial=-1)) + 1
-    back, shares = np.zeros((n, width), np.int32), np.zeros((n, width))
+    indices, weights_of = np.zeros((n, width), np.int32), np.zeros((n, width))
     if width:
-        back[i] = o[np.searchsorted(i, i)][:, None]
-    back[i, slot], shares[i, slot] = o, weights
-    return back, shares
+        indices[i] = o[np.searchsorted(i, i)][:, None]
+    indices[i, slot], weights_of[i, slot] = o, weights
+    return indices, weights_of

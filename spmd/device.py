@@ -46,7 +46,7 @@ __all__ = [
     "zeros",
 ]
 
-allocation.take_from(pool.empty, pool.least)
+allocation.take_from(pool.empty, pool.out_min)
 
 
 class _Recorded(ModuleType):
@@ -105,7 +105,7 @@ def owned(x: np.ndarray) -> np.ndarray:
 
 def put(out: Any, x: Any) -> None:
     """Copy an array into another one of the same shape on the same device."""
-    if type(x) is not np.ndarray or split_work.plain(x.nbytes):
+    if type(x) is not np.ndarray or split_work.is_plain_copy(x.nbytes):
         out[...] = x
     else:
         split_work.copy([(out, x)])
@@ -183,7 +183,7 @@ def _put_together(
         if lies is not None:
             return lies.reshape(shape)
     out = pool.empty(shape, first.dtype)
-    if split_work.parts(nbytes) == 1 and not nontemporal.pays(nbytes, len(blocks)):
+    if split_work.part_count(nbytes) == 1 and not nontemporal.pays(nbytes, len(blocks)):
         how(blocks, axis=axis, out=out)
         return out
     before = (slice(None),) * axis

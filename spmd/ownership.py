@@ -15,7 +15,7 @@ from spmd.errors import (
     describe,
 )
 from spmd.kernels import on_device
-from spmd.kernels.memory.pool import Lease
+from spmd.kernels.memory.pool import PooledBase
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
@@ -106,11 +106,11 @@ def _made_writable(x: np.ndarray) -> bool:
     views, root = [x], x
     while not root.flags.owndata:
         base: Any = root.base
-        # References: of the view, of this name, of the call, and of the pool if it keeps the memory at hand.
-        if sys.getrefcount(base) != 3 + getattr(base, "at_hand", 0):
+        # References: of the view, of this name, of the call, and of the pool if it caches the memory.
+        if sys.getrefcount(base) != 3 + getattr(base, "cached", 0):
             return False
         root = base
-        if type(base) is Lease:
+        if type(base) is PooledBase:
             break
         if type(base) is not np.ndarray:
             return False

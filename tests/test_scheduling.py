@@ -97,7 +97,7 @@ def test_auto_counts_what_all_cores_do_for_nothing(cores, chosen, monkeypatch):
     """In lockstep they copy what is large together, so threads would not be sooner there."""
     copy = split_work._copy
     monkeypatch.setattr(split_work, "_copy", lambda *args: (time.sleep(0.3), copy(*args)))
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 20)
     monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: cores)
     four_cores(monkeypatch, 0.06, 0.06)
     x = np.arange(1 << 20, dtype=float).reshape(-1, 1 << 10)
@@ -118,7 +118,7 @@ def sums_that_last(monkeypatch, seconds: float) -> list:
         return combine(*args, **kwargs)
 
     monkeypatch.setattr(cpu, "combine", slow)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 40)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 40)
     return made
 
 
@@ -133,7 +133,7 @@ def test_what_one_worker_makes_for_all_is_nothing_that_threads_would_do_sooner(v
         for _ in range(3):
             verb(x, "x")
 
-    x = np.ones((4, split_work.LEAST // 4), np.float32)
+    x = np.ones((4, split_work.SPLIT_MIN // 4), np.float32)
     with spmd.Mesh(x=2, scheduler="auto") as mesh, ExitStack() as stack:
         for _ in range(ledgers):
             stack.enter_context(spmd.ledger())
@@ -153,7 +153,7 @@ def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
         for _ in range(3):
             spmd.psum(x, "x")
 
-    x = np.ones((2, 4 * split_work.LEAST // 4), np.float32)
+    x = np.ones((2, 4 * split_work.SPLIT_MIN // 4), np.float32)
     with spmd.Mesh(x=2, y=4, scheduler="auto") as mesh:
         mapped = spmd.map(body, P("x", "y"), None)
         for _ in range(2):
@@ -163,11 +163,11 @@ def test_what_is_made_for_one_group_of_several_counts(monkeypatch):
 
 
 def test_split_work_counts_once():
-    with split_work.of(lambda: 2) as crew:
+    with split_work.SplitScope(lambda: 2) as scope:
         started = time.perf_counter()
-        split_work.for_all(lambda: (time.sleep(0.05), split_work.run([partial(time.sleep, 0.1)] * 2)), 0.5)
+        split_work.call_for_all(lambda: (time.sleep(0.05), split_work.run([partial(time.sleep, 0.1)] * 2)), 0.5)
         elapsed = time.perf_counter() - started
-    assert 0.1 + 0.025 <= crew.seconds <= elapsed - 0.025
+    assert 0.1 + 0.025 <= scope.seconds <= elapsed - 0.025
 
 
 def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:

@@ -1,6 +1,5 @@
-"""Activations: bias, function and cotangent in one pass, by arithmetic that the compiler makes vectors of.
-
-Without numba in pieces that fit into the cache.
+"""Activations: bias, function and cotangent in one pass, by arithmetic that the compiler vectorises. Without numba, in
+pieces that fit into the cache.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from spmd.kernels.cpu.elementary import exp_below, expm1_below, log1p_unit, mill
 from spmd.kernels.memory import pool
 from spmd.kernels.reference.activation import FAR, FORMS, form
 
-__all__ = ["activate", "activate_vjp"]
-
 _FAST = ("contract", "nsz")
 _RAMP, _GATE, _DECAY, _SOFTPLUS, _TANH, _MISH, _NORMAL = range(len(FORMS))
 _WIDTH = 1 << 12
-_PIECE = 3 << 15
-"""Bytes of a copied piece: of so few the allocator has some at hand, and asks the system for no fresh pages."""
+"""Entries of a row of a flat array without bias."""
+_COPIED_PIECE = 3 << 15
+"""Bytes of a copied piece: so few that the allocator needs no fresh pages."""
 
 
 def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1.0) -> np.ndarray:
@@ -33,9 +31,9 @@ def activate(x: np.ndarray, bias: np.ndarray | None, kind: str, alpha: float = 1
             return np.maximum(x, x.dtype.type(0), out=pool.empty_like(x))
         if x.size and x.dtype == bias.dtype and jit.fits(x) and x.dtype.char in "fd":
             out, n = pool.empty_like(x), x.shape[-1]
-            _above(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
+            _relu_of_sum(out.reshape(-1, n), np.ascontiguousarray(x).reshape(-1, n), np.ascontiguousarray(bias))
             return out
-    return _by_row(_activate, _activate_plain, (x,), bias, kind, alpha)
+    return _by_row(_activate, _activate_numpy, (x,), bias, kind, alpha)
 
 
 def activate_vjp(
@@ -46,57 +44,58 @@ def activate_vjp(
     alpha: float = 1.0,
     into: np.ndarray | None = None,
 ) -> np.ndarray:
-    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
+    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, such as g itself."""
     if kind == "relu" and bias is None and x.dtype == g.dtype and jit.fits(x) and x.dtype.char in "fd":
         flat = [np.ascontiguousarray(a).reshape(-1) for a in (x, g)]
         if into is g:
-            _halved_over(flat[1], flat[0])
+            _relu_vjp_over(flat[1], flat[0])
             return g
         out = pool.empty_like(g) if into is None else into
-        _halved(out.reshape(-1), *flat)
+        _relu_vjp(out.reshape(-1), *flat)
         return out
-    return _by_row(_activate_vjp, _activate_vjp_plain, (x, g), bias, kind, alpha, into)
+    return _by_row(_activate_vjp, _activate_vjp_numpy, (x, g), bias, kind, alpha, into)
 
 
 def _by_row(
     loops: Any,
-    plain: Any,
+    numpy: Any,
     arrays: tuple[np.ndarray, ...],
     bias: Any,
     kind: str,
     alpha: float,
     into: np.ndarray | None = None,
 ) -> np.ndarray:
-    """into: where the result is written, which may be the last of the arrays: pieces of that are copied, for loops that
-    read one array and write another become vectors."""
+    """into: the array to write, which may be the last of the arrays. Pieces of that one are copied: the compiler
+    vectorises loops only where they do not write what they read."""
     out = pool.empty_like(arrays[0]) if into is None else into
     if not out.size:
         return out
-    wide = accurate(out.dtype)
-    compiled = jit.available() and out.dtype.isnative and wide.char in "fd"
-    make = loops if compiled else plain
-    which, p = _numbers(kind, alpha, wide, compiled)
-    if compiled and into is None and bias is not None and bias.dtype == wide == out.dtype:
-        n = out.shape[-1]  # as below, in fewer words
-        make(*[np.ascontiguousarray(a).reshape(-1, n) for a in (out, *arrays)], np.ascontiguousarray(bias), p, which)
+    compute_dtype = accurate(out.dtype)
+    compiled = jit.available() and out.dtype.isnative and compute_dtype.char in "fd"
+    function = loops if compiled else numpy
+    which, p = _numbers(kind, alpha, compute_dtype, compiled)
+    if compiled and into is None and bias is not None and bias.dtype == compute_dtype == out.dtype:
+        n = out.shape[-1]  # as below, in fewer steps
+        operands = [np.ascontiguousarray(a).reshape(-1, n) for a in (out, *arrays)]
+        function(*operands, np.ascontiguousarray(bias), p, which)
         return out
     flat = [np.ascontiguousarray(a).reshape(-1) for a in (out, *arrays)]
     pieces = [(0, out.size, out.shape[-1])] if bias is not None else _cut(out.size)
     for start, stop, n in pieces:
-        rows = [a[start:stop].reshape(-1, n) for a in flat]
+        operands = [a[start:stop].reshape(-1, n) for a in flat]
         if compiled:
-            b = np.ascontiguousarray(bias, wide) if bias is not None else _zeros(n, wide)
+            b = np.ascontiguousarray(bias, compute_dtype) if bias is not None else _zeros(n, compute_dtype)
         else:
-            b = None if bias is None else bias.astype(wide, copy=False)
+            b = None if bias is None else bias.astype(compute_dtype, copy=False)
         if into is None:
-            into_rows(lambda o, *a, b=b: make(o, *a, b, p, which), (rows[0],), *rows[1:], whole=compiled)
-        elif compiled and out.dtype == wide:
-            step = max(1, _PIECE // (n * wide.itemsize))
-            for k in range(0, len(rows[0]), step):
-                o, x, g = (a[k : k + step] for a in rows)
-                make(o, x, g.copy(), b, p, which)
+            into_rows(lambda o, *a, b=b: function(o, *a, b, p, which), (operands[0],), *operands[1:], whole=compiled)
+        elif compiled and out.dtype == compute_dtype:
+            step = max(1, _COPIED_PIECE // (n * compute_dtype.itemsize))
+            for k in range(0, len(operands[0]), step):
+                o, x, g = (a[k : k + step] for a in operands)
+                function(o, x, g.copy(), b, p, which)
         else:
-            into_rows(lambda o, x, g, b=b: make(o, x, g.copy(), b, p, which), (rows[0],), *rows[1:])
+            into_rows(lambda o, x, g, b=b: function(o, x, g.copy(), b, p, which), (operands[0],), *operands[1:])
     return out
 
 
@@ -107,14 +106,14 @@ def _numbers(kind: str, alpha: float, dtype: np.dtype, compiled: bool) -> tuple[
 
 
 def _cut(size: int) -> list[tuple[int, int, int]]:
-    """Rows of one width, and what is left, as a row."""
-    whole = size - size % _WIDTH
-    return [c for c in ((0, whole, _WIDTH), (whole, size, size - whole)) if c[1] > c[0]]
+    """(start, stop, row length): rows of one length, and the rest as a row."""
+    full_rows = size - size % _WIDTH
+    return [piece for piece in ((0, full_rows, _WIDTH), (full_rows, size, size - full_rows)) if piece[1] > piece[0]]
 
 
 @lru_cache(64)
 def _zeros(n: int, dtype: np.dtype) -> np.ndarray:
-    """A bias of nothing: the loops have one in any case, so that they are compiled once."""
+    """A bias of zeros: the loops always have a bias, so that they are compiled once."""
     return np.zeros(n, dtype)
 
 
@@ -129,7 +128,7 @@ def _ramp(x, p0, p1, p2, p3, p4):
     return (x * v if p4 != 0 else v) + (p3 * x if p3 != 0 and x < 0 else p0 - p0)
 
 
-@jit.exact  # a fused product and sum would move the kinks
+@jit.exact  # a fused product and sum moves the kinks
 def _ramp_slope(x, p0, p1, p2, p3, p4):
     v = p0 * x + p1
     zero = p0 - p0
@@ -145,7 +144,7 @@ _far_single, _far_double = np.float32(FAR), np.float64(FAR)
 
 
 def _near(z):
-    """z, but no farther from zero than FAR."""
+    """z, clipped to -FAR and FAR."""
     return np.clip(z, -FAR, FAR)
 
 
@@ -159,7 +158,7 @@ def _near_double(z):
     return -_far_double if c < -_far_double else c
 
 
-jit.by_bits(_near, single=_near_single, double=_near_double)
+jit.by_width(_near, single=_near_single, double=_near_double)
 
 
 @jit.loops("out", fastmath=_FAST)
@@ -264,7 +263,7 @@ def _activate_vjp(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> No
 
 
 @jit.loops("out", fastmath=_FAST)
-def _above(out: Any, x: Any, bias: Any) -> None:
+def _relu_of_sum(out: Any, x: Any, bias: Any) -> None:
     """max(x + bias, 0)."""
     zero = x.dtype.type(0)
     for i in range(x.shape[0]):
@@ -275,7 +274,7 @@ def _above(out: Any, x: Any, bias: Any) -> None:
 
 
 @jit.loops("out", fastmath=_FAST)
-def _halved(out: Any, x: Any, g: Any) -> None:
+def _relu_vjp(out: Any, x: Any, g: Any) -> None:
     """The cotangent of max(x, 0)."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for i in range(len(x)):
@@ -283,17 +282,17 @@ def _halved(out: Any, x: Any, g: Any) -> None:
 
 
 @jit.loops("g", fastmath=_FAST)
-def _halved_over(g: Any, x: Any) -> None:
+def _relu_vjp_over(g: Any, x: Any) -> None:
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for i in range(len(x)):
         g[i] = g[i] * (one if x[i] > 0 else zero)
 
 
-# The same in NumPy, in place.
+# NumPy, in place
 
 
 def _logistic(u: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-u)), into u."""
+    """Write 1 / (1 + exp(-u)) into u."""
     np.negative(u, out=u)
     with np.errstate(over="ignore"):
         np.exp(u, out=u)
@@ -306,15 +305,15 @@ def _tanh_softplus(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     e = np.abs(z)
     np.negative(e, out=e)
     np.exp(e, out=e)
-    right = z > 0
-    up, down = np.where(right, e + e + 1, (e + 2) * e), np.where(right, 2 * e * e, z.dtype.type(2))
-    both = up + down
-    one = np.where(right, z.dtype.type(1), e)
+    positive = z > 0
+    up, down = np.where(positive, e + e + 1, (e + 2) * e), np.where(positive, 2 * e * e, z.dtype.type(2))
+    total = up + down
+    logistic = np.where(positive, z.dtype.type(1), e)
     e += 1
-    one /= e
-    up /= both
-    down /= both
-    return up, down, one
+    logistic /= e
+    up /= total
+    down /= total
+    return up, down, logistic
 
 
 def _normal(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -327,7 +326,7 @@ def _normal(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(z < 0, upper, 1 - upper), density
 
 
-def _activate_plain(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
+def _activate_numpy(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
     z = x if bias is None else x + bias
     p0, p1, p2, p3, p4 = p
     if which == _RAMP:
@@ -373,7 +372,7 @@ def _activate_plain(out: Any, x: Any, bias: Any, p: Any, which: int) -> None:
         np.multiply(z, _normal(z)[0], out=out)
 
 
-def _activate_vjp_plain(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> None:
+def _activate_vjp_numpy(out: Any, x: Any, g: Any, bias: Any, p: Any, which: int) -> None:
     z = x if bias is None else x + bias
     p0, p1, p2, p3, p4 = p
     if which == _RAMP:

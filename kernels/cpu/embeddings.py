@@ -1,4 +1,4 @@
-"""Rows of a table by number. Sums are taken in a fixed order, short floating-point numbers in float32."""
+"""Rows of a table by index. Sums have a fixed order; short dtypes are summed in float32."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.memory import pool
 
-__all__ = ["add_rows", "take_rows"]
-
 
 def take_rows(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """The rows that ids name; zeros where they are -1."""
+    """The rows of ids; zeros where they are -1."""
     shape = (*ids.shape, *table.shape[1:])
     if not table.shape[0]:
         return pool.zeros(shape, table.dtype)
     out = pool.empty(shape, table.dtype)
-    np.take(table, ids, axis=0, out=out, mode="clip")  # in this mode nothing is checked or copied on the way
+    np.take(table, ids, axis=0, out=out, mode="clip")  # this mode neither checks nor copies
     if ids.size and ids.min() < 0:
         out[ids < 0] = 0
     return out
 
 
 def add_rows(ids: np.ndarray, g: np.ndarray, rows: int) -> np.ndarray:
-    """A table of so many rows, each the sum of the entries of g that ids give to it."""
+    """A table of so many rows, each the sum of the entries of g with its id."""
     shape = (rows, *g.shape[ids.ndim :])
-    wide, each = accurate(g.dtype), math.prod(shape[1:])
-    if not ids.size or not rows * each:
+    wide, row_size = accurate(g.dtype), math.prod(shape[1:])
+    if not ids.size or not rows * row_size:
         return pool.zeros(shape, g.dtype)
-    flat, entries = np.ascontiguousarray(ids, np.int64).reshape(-1), g.reshape(ids.size, each)
+    flat_ids, entries = np.ascontiguousarray(ids, np.int64).reshape(-1), g.reshape(ids.size, row_size)
     if g.dtype.char in "fdFD" and jit.fits(g):
         out, real = pool.empty(shape, wide), g.dtype.type(0).real.dtype
-        _sum(out.reshape(rows, each).view(real), np.zeros(rows, bool), flat, np.ascontiguousarray(entries).view(real))
+        table, entries = (np.ascontiguousarray(a).view(real) for a in (out.reshape(rows, row_size), entries))
+        _sum(table, np.zeros(rows, bool), flat_ids, entries)
         return out
     out = pool.zeros(shape, wide)
-    into = out.reshape(rows, each)
+    table = out.reshape(rows, row_size)
     if wide != g.dtype and jit.available():
-        step = max(1, CACHE // (each * 4))
+        step = max(1, CACHE // (row_size * 4))
         for k in range(0, ids.size, step):
-            _add(into, flat[k : k + step], np.ascontiguousarray(entries[k : k + step], wide))
+            _add(table, flat_ids[k : k + step], np.ascontiguousarray(entries[k : k + step], wide))
     else:
-        _add_sorted(into, flat, entries)
-    return out if wide == g.dtype else _rounded(out, g.dtype)
+        _add_sorted(table, flat_ids, entries)
+    if wide == g.dtype:
+        return out
+    rounded = pool.empty(shape, g.dtype)
+    rounded[...] = out
+    return rounded
 
 
 @jit.loops("out", "seen")
 def _sum(out: Any, seen: Any, ids: Any, g: Any) -> None:
-    """The first entry of a row is written, others are added to it; so nothing is zeroed before."""
+    """The first entry of a row is written, and others are added to it, so nothing is zeroed before."""
     for i in range(ids.shape[0]):
         row = ids[i]
         if row < 0:
@@ -78,18 +81,12 @@ def _add(out: Any, ids: Any, g: Any) -> None:
 
 
 def _add_sorted(out: np.ndarray, ids: np.ndarray, g: np.ndarray) -> None:
-    """Without numba: entries of one row are brought together, and added up by NumPy."""
+    """Without numba: sort the entries by row, and let NumPy sum those of each row."""
     order = np.argsort(ids, kind="stable")
     order = order[np.searchsorted(ids[order], 0) :]
     step = max(1, CACHE // max(1, out.shape[1] * out.itemsize))
     for start in range(0, len(order), step):
-        some = order[start : start + step]
-        to = ids[some]
-        first = np.flatnonzero(np.diff(to, prepend=-1))
-        out[to[first]] += np.add.reduceat(g[some], first, axis=0, dtype=out.dtype)
-
-
-def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    out = pool.empty(x.shape, dtype)
-    out[...] = x
-    return out
+        piece = order[start : start + step]
+        rows = ids[piece]
+        starts = np.flatnonzero(np.diff(rows, prepend=-1))
+        out[rows[starts]] += np.add.reduceat(g[piece], starts, axis=0, dtype=out.dtype)

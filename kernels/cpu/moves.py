@@ -1,4 +1,4 @@
-"""Blocks that are put together, and parts of blocks put in their boxes."""
+"""Sums of blocks, and parts written into boxes of an array."""
 
 from __future__ import annotations
 
@@ -13,82 +13,80 @@ from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 from spmd.kernels.memory import nontemporal, pool
 from spmd.kernels.parallel import split_work
 
-__all__ = ["add_boxes", "combine", "unpack"]
-
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
-    """The entrywise sum (max, min) of at least one block, in order. Gives a new array, or the only block itself.
+    """The entrywise sum (max, min) of at least one block, in order: a new array, or the only block itself.
 
-    into: a C-contiguous array, which the result of several blocks is written into: the first or the second of them, or
-    another one.
+    into: a C-contiguous array for the result of several blocks: the first or the second of them, or another one.
     """
     fold = _FOLDS[how]
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < min(split_work.LEAST, pool.least()) and _plain(first):
+    if into is None and first.nbytes < min(split_work.SPLIT_MIN, pool.out_min()) and _is_simple(first):
         return _folded(fold, blocks)
-    total = pool.empty_like(first) if into is None else into
-    n = split_work.parts(total.nbytes * (1 + len(blocks)) // 2)  # A copy is read once and written once.
-    past = fold is np.add and nontemporal.pays(total.nbytes) and not any(np.may_share_memory(total, b) for b in blocks)
+    result = pool.empty_like(first) if into is None else into
+    n = split_work.part_count(result.nbytes * (1 + len(blocks)) // 2)  # a copy is read once and written once
+    past_caches = fold is np.add and nontemporal.pays(result.nbytes)
+    past_caches = past_caches and not any(np.may_share_memory(result, block) for block in blocks)
     if n == 1:
-        _fold(total, blocks, fold, past)
-        return total
-    out, *blocks = split_work.flat((total, *blocks))
+        _fold(result, blocks, fold, past_caches)
+        return result
+    out, *blocks = split_work.flattened((result, *blocks))
     spans = split_work.spans(out.shape, n)
-    split_work.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past) for span in spans])
-    return total
+    split_work.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past_caches) for span in spans])
+    return result
 
 
 def small_fold(like: np.ndarray, how: str) -> Callable[..., np.ndarray] | None:
-    """`combine` for many calls with small C-contiguous blocks like this one, two at least, each an argument; gives what
-    nobody writes to. None if it is not for such blocks."""
-    if not _plain(like):
+    """`combine` for many calls with small C-contiguous blocks like this one, at least two, as arguments. The result is
+    read-only. None where there is no faster way for such blocks."""
+    if not _is_simple(like):
         return None
     fold = _FOLDS[how]
 
-    def folded(one: np.ndarray, other: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        total = _folded(fold, (one, other, *rest)) if rest else fold(one, other)
-        total.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
-        return total
+    def folded(first: np.ndarray, second: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        result = _folded(fold, (first, second, *rest)) if rest else fold(first, second)
+        result.setflags(False)  # pyright: ignore[reportCallIssue]  (a keyword takes twice as long)
+        return result
 
     return folded
 
 
-def _plain(x: np.ndarray) -> bool:
+def _is_simple(x: np.ndarray) -> bool:
     return bool(x.ndim) and x.itemsize >= 4 and x.dtype.isnative and x.flags.c_contiguous
 
 
 def _folded(fold: np.ufunc, blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """In a new array: three times as fast as in one that is made before."""
-    total = fold(blocks[0], blocks[1])
+    """The fold in a new array: three times as fast as with `out`."""
+    result = fold(blocks[0], blocks[1])
     for block in blocks[2:]:
-        fold(total, block, out=total)
-    return total
+        fold(result, block, out=result)
+    return result
 
 
-def _fold(total: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past: bool) -> None:
-    """past: write the result past the caches, if it is for that."""
-    if fold is np.add and total.itemsize < 4 and accurate(total.dtype) is not total.dtype:
-        into_rows(_sum, (total.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
+def _fold(result: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past_caches: bool) -> None:
+    """past_caches: write the result past the caches where the arrays allow it."""
+    if fold is np.add and result.itemsize < 4 and accurate(result.dtype) is not result.dtype:
+        into_rows(_sum, (result.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
     if len(blocks) == 2:
-        if not (past and nontemporal.add(total, *blocks)):
-            fold(*blocks, out=total)
+        if not (past_caches and nontemporal.add(result, *blocks)):
+            fold(*blocks, out=result)
         return
-    total, *blocks = split_work.flat((total, *blocks))
-    past = past and total.ndim == 1
-    # So much at a time that it stays in the cache until all are added.
-    step = max(1, CACHE // total.itemsize if total.ndim == 1 else total.size)
-    room = np.empty(min(step, total.size) if past else 0, total.dtype)
-    for start in range(0, total.size, step):
-        out, so_far, *others, last = (a[start : start + step] for a in (total, *blocks))
+    result, *blocks = split_work.flattened((result, *blocks))
+    past_caches = past_caches and result.ndim == 1
+    # Pieces that stay in the cache until all blocks are added.
+    step = max(1, CACHE // result.itemsize if result.ndim == 1 else result.size)
+    scratch = np.empty(min(step, result.size) if past_caches else 0, result.dtype)
+    for begin in range(0, result.size, step):
+        out, accumulated, *others, last = (a[begin : begin + step] for a in (result, *blocks))
         for other in others:
-            so_far = fold(so_far, other, out=room[: len(out)] if past else out)
-        if not (past and nontemporal.add(out, so_far, last)):
-            fold(so_far, last, out=out)
+            accumulated = fold(accumulated, other, out=scratch[: len(out)] if past_caches else out)
+        if not (past_caches and nontemporal.add(out, accumulated, last)):
+            fold(accumulated, last, out=out)
 
 
 def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
@@ -97,25 +95,25 @@ def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
         out += block
 
 
-def _in_turn(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
-    """The order in which blocks fill a small array of this shape one after the other, each without a break; None where
-    they do not. places: the index of each. Blocks of nothing are left out."""
+def _contiguous_order(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:
+    """The order in which blocks fill a small array of this shape one after the other, each without a gap; None where
+    they do not. places: the index of each. Empty blocks are left out."""
     entries = np.arange(prod(shape))
-    found = [entries.reshape(shape)[place].reshape(-1) for place in places]
-    order = sorted((k for k, some in enumerate(found) if some.size), key=lambda k: found[k][0])
-    return order if np.array_equal(np.concatenate([entries[:0], *(found[k] for k in order)]), entries) else None
+    parts = [entries.reshape(shape)[place].reshape(-1) for place in places]
+    order = sorted((k for k, part in enumerate(parts) if part.size), key=lambda k: parts[k][0])
+    return order if np.array_equal(np.concatenate([entries[:0], *(parts[k] for k in order)]), entries) else None
 
 
 def joiner(shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Any]) -> Callable[[Sequence[Any]], Any] | None:
-    """What joins small blocks into an array, in half of the time of writing them there one by one: it is read-only.
-    None where they do not lie one after the other. places: the index of each; it has the shape of its place, and the
-    dtype of the array."""
-    order = None if dtype.hasobject else _in_turn(shape, places)
+    """A function that joins small blocks into a read-only array, in half the time of writing them one by one. None
+    where they do not lie one after the other. places: the index of each. Blocks have the shapes of their places, and
+    the dtype of the array."""
+    order = None if dtype.hasobject else _contiguous_order(shape, places)
     if order is None:
         return None
     if len(order) == 2:
-        one, other = order
-        return lambda blocks: np.ndarray(shape, dtype, blocks[one].tobytes() + blocks[other].tobytes())
+        first, second = order
+        return lambda blocks: np.ndarray(shape, dtype, blocks[first].tobytes() + blocks[second].tobytes())
     return lambda blocks: np.ndarray(shape, dtype, b"".join([blocks[k].tobytes() for k in order]))
 
 
@@ -123,46 +121,45 @@ Box = tuple[tuple[int, int], ...]
 
 
 def within(box: Box) -> tuple[Any, ...]:
-    """The index that takes a box, as a view: without its end it would take a number out of what has no dimensions."""
+    """The index of a box, which gives a view: the ellipsis is for arrays without dimensions."""
     return (*[slice(start, stop) for start, stop in box], ...)
 
 
 def unpack(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """An array with each part in its box, and zeros elsewhere; of several parts in one place the last one counts."""
-    found, everything, apart = places(shape, boxes)
+    """An array with each part in its box, and zeros elsewhere; where boxes overlap the last part counts."""
+    indices, covering, disjoint = places(shape, boxes)
     out = pool.empty(shape, parts[0].dtype)
-    if not everything:
+    if not covering:
         out.fill(0)
-    if out.nbytes < split_work.LEAST:
-        for place, part in zip(found, parts, strict=True):
-            out[place] = part
+    if out.nbytes < split_work.SPLIT_MIN:
+        for index, part in zip(indices, parts, strict=True):
+            out[index] = part
         return out
-    pairs = [(out[place], part) for place, part in zip(found, parts, strict=True)]
-    for some in [pairs] if apart else [[pair] for pair in pairs]:
-        split_work.copy(some)
+    pairs = [(out[index], part) for index, part in zip(indices, parts, strict=True)]
+    for group in [pairs] if disjoint else [[pair] for pair in pairs]:
+        split_work.copy(group)
     return out
 
 
 @lru_cache(maxsize=1024)
 def places(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[list[tuple[Any, ...]], bool, bool]:
-    """The indices of boxes, whether they cover everything, and whether they are apart: such that are do cover it, if
-    their sizes say so."""
-    covered = sum(prod(stop - start for start, stop in box) for box in boxes)
-    apart = not _overlap(boxes)
-    return [within(box) for box in boxes], apart and covered == prod(shape), apart
+    """The indices of boxes, whether they are disjoint and cover the array, and whether they are disjoint."""
+    size = sum(prod(stop - start for start, stop in box) for box in boxes)
+    disjoint = not _overlap(boxes)
+    return [within(box) for box in boxes], disjoint and size == prod(shape), disjoint
 
 
 def add_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...], parts: Sequence[np.ndarray]) -> np.ndarray:
     """An array of zeros to which each part is added in its box, in order."""
-    first = boxes[0] == tuple((0, n) for n in shape)
+    first_covers = boxes[0] == tuple((0, n) for n in shape)
     out = pool.empty(shape, parts[0].dtype)
-    if first:
+    if first_covers:
         split_work.copy([(out, parts[0])])
     else:
         out.fill(0)
-    for box, part in zip(boxes[first:], parts[first:], strict=True):
+    for box, part in zip(boxes[first_covers:], parts[first_covers:], strict=True):
         view = out[within(box)]
-        n = split_work.parts(view.nbytes)
+        n = split_work.part_count(view.nbytes)
         if n == 1:
             view += part
         else:

@@ -1,8 +1,8 @@
-"""Normalisation: a row, or some rows of all channels, are read from memory once and stay in the cache.
+"""Normalisation: a row, or some rows of all channels, is read from memory once and stays in the cache.
 
-Sums of many numbers are sums of sums of few, the outer ones in float64. What rows or channels have in common is float32
-where x is of a short type: sums over many entries are beyond its range. Means and squares of pieces are merged as
-T. F. Chan, G. H. Golub, R. J. LeVeque do ("Updating formulae and a pairwise algorithm", 1979).
+Long sums are sums of short ones, the outer ones in float64. Statistics are float32 where x has a short dtype: sums over
+many entries exceed its range. Means and squares of pieces are merged as in T. F. Chan, G. H. Golub, R. J. LeVeque,
+"Updating formulae and a pairwise algorithm", 1979.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from spmd.kernels.cpu.chunks import CACHE, STRETCH, accurate, dots, into_rows
 from spmd.kernels.memory import pool
 from spmd.kernels.reference import normalisation as reference
 
-__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
-
 _FAST = ("contract", "reassoc", "nsz")
 
 
@@ -34,34 +32,34 @@ def moments(x: np.ndarray) -> np.ndarray:
         else:
             _moments_of_rows(total, x)
         return total.astype(accurate(x.dtype))
-    seen = np.zeros(channels)
+    counts = np.zeros(channels)
     for part, piece in _pieces(x) if x.size else ():
-        base = piece[:1, :, :1]  # nearer to the mean than zero is
+        base = piece[:1, :, :1]  # nearer to the mean than zero
         n, (mean, square) = piece.shape[0] * piece.shape[2], reference.moments(piece - base)
-        before = seen[part]
+        count = counts[part]
         delta = base[0, :, 0].astype(float) + mean - total[0, part]
-        total[0, part] += delta * (n / (before + n))
-        total[1, part] += square + delta * delta * (before * n / (before + n))
-        seen[part] += n
+        total[0, part] += delta * (n / (count + n))
+        total[1, part] += square + delta * delta * (count * n / (count + n))
+        counts[part] += n
     return total.astype(accurate(x.dtype))
 
 
 def channel_affine(x: np.ndarray, mean: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
     """(x - mean) * scale + shift."""
     out = pool.empty_like(x)
-    numbers = [np.ascontiguousarray(a, accurate(x.dtype)) for a in (mean, scale, shift)]
+    parameters = [np.ascontiguousarray(a, accurate(x.dtype)) for a in (mean, scale, shift)]
     if jit.fits(x) and x.dtype.char in "fd" and x.size:
         x = np.ascontiguousarray(x)
         if x.shape[2] == 1:
-            _affine_of_columns(out[:, :, 0], x[:, :, 0], *numbers)
+            _affine_of_columns(out[:, :, 0], x[:, :, 0], *parameters)
         else:
-            _affine_of_rows(out, x, *numbers)
+            _affine_of_rows(out, x, *parameters)
         return out
-    for (part, piece), (_, into) in zip(_pieces(x), _pieces(out, writing=True), strict=True):
-        m, a, b = (v[part, None] for v in numbers)
+    for (part, piece), (_, target) in zip(_pieces(x), _pieces(out, writing=True), strict=True):
+        m, a, b = (v[part, None] for v in parameters)
         y = piece - m
         y *= a
-        np.add(y, b, out=into, casting="unsafe")
+        np.add(y, b, out=target, casting="unsafe")
     return out
 
 
@@ -82,16 +80,16 @@ def channel_sums(g: np.ndarray, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 
 def _pieces(x: np.ndarray, writing: bool = False) -> Iterator[tuple[slice, np.ndarray]]:
-    """Parts of the channels, and what x has there, in pieces that fit into the cache; short numbers are widened."""
+    """Slices of channels, and the entries of x there, in pieces that fit into the cache; short dtypes are widened."""
     outer, channels, inner = x.shape
     wide = x.dtype if writing else accurate(x.dtype)
-    room = CACHE // accurate(x.dtype).itemsize
-    if channels * inner <= room:
-        step = max(1, room // max(1, channels * inner))
+    capacity = CACHE // accurate(x.dtype).itemsize
+    if channels * inner <= capacity:
+        step = max(1, capacity // max(1, channels * inner))
         for i in range(0, outer, step):
             yield slice(0, channels), x[i : i + step].astype(wide, copy=False)
         return
-    step = max(1, room // max(1, inner))
+    step = max(1, capacity // max(1, inner))
     for i in range(outer):
         for j in range(0, channels, step):
             yield slice(j, j + step), x[i : i + 1, j : j + step].astype(wide, copy=False)
@@ -105,18 +103,18 @@ def normalize(
     mean, rstd = np.zeros(x.shape[:-1], wide), np.zeros(x.shape[:-1], wide)
     if not x.size:
         return out, mean, rstd
-    w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
-    b = np.zeros(n, wide) if bias is None else np.ascontiguousarray(bias, wide)
+    wide_weight = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
+    wide_bias = np.zeros(n, wide) if bias is None else np.ascontiguousarray(bias, wide)
     compiled, rows = _compiled(x), math.prod(x.shape[:-1])
 
-    def run(o, m, r, x):
+    def normalize_rows(o, m, r, x):
         if compiled:
-            _normalize(o, m, r, x, w, b, wide.type(eps), centred)
+            _normalize(o, m, r, x, wide_weight, wide_bias, wide.type(eps), centred)
         else:
-            _normalize_plain(o, m, r, x, w, b, eps, centred)
+            _normalize_numpy(o, m, r, x, wide_weight, wide_bias, eps, centred)
 
-    flat = np.ascontiguousarray(x).reshape(rows, n)
-    into_rows(run, (out.reshape(rows, n), mean.reshape(-1), rstd.reshape(-1)), flat, whole=compiled)
+    flat_x = np.ascontiguousarray(x).reshape(rows, n)
+    into_rows(normalize_rows, (out.reshape(rows, n), mean.reshape(-1), rstd.reshape(-1)), flat_x, whole=compiled)
     return out, mean, rstd
 
 
@@ -125,21 +123,21 @@ def normalize_vjp(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The cotangents of x, weight and bias."""
     out, wide, n = pool.empty_like(x), accurate(x.dtype), x.shape[-1]
-    w = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
+    wide_weight = np.ones(n, wide) if weight is None else np.ascontiguousarray(weight, wide)
     compiled, rows = _compiled(g, x), math.prod(x.shape[:-1])
     total = np.zeros((2, n))
     if not x.size:
         return out, total[0].astype(wide), total[1].astype(wide)
 
-    def run(o, g, x, m, r):
+    def vjp_of_rows(o, g, x, m, r):
         if compiled:
-            _normalize_vjp(o, total, g, x, w, m, r, centred)
+            _normalize_vjp(o, total, g, x, wide_weight, m, r, centred)
         else:
-            _normalize_vjp_plain(o, total, g, x, w, m, r, centred)
+            _normalize_vjp_numpy(o, total, g, x, wide_weight, m, r, centred)
 
     arrays = [np.ascontiguousarray(a).reshape(rows, n) for a in (g, x)]
-    stats = [np.ascontiguousarray(a, wide).reshape(-1) for a in (mean, rstd)]
-    into_rows(run, (out.reshape(rows, n),), *arrays, *stats, whole=compiled)
+    statistics = [np.ascontiguousarray(a, wide).reshape(-1) for a in (mean, rstd)]
+    into_rows(vjp_of_rows, (out.reshape(rows, n),), *arrays, *statistics, whole=compiled)
     return out, total[0].astype(wide), total[1].astype(wide)
 
 
@@ -148,10 +146,10 @@ def _compiled(*arrays: np.ndarray) -> bool:
     return jit.available() and native and arrays[0].size > 0
 
 
-# In NumPy, in place.
+# NumPy, in place
 
 
-def _normalize_plain(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> None:
+def _normalize_numpy(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> None:
     mean[...] = np.mean(x, axis=-1) if centred else 0
     np.subtract(x, mean[:, None], out=out)
     rstd[...] = 1 / np.sqrt(dots(out, out) / x.shape[-1] + eps)
@@ -160,7 +158,7 @@ def _normalize_plain(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: 
     out += bias
 
 
-def _normalize_vjp_plain(
+def _normalize_vjp_numpy(
     out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bool
 ) -> None:
     z = x - mean[:, None]
@@ -183,25 +181,25 @@ def _normalize_vjp_plain(
 def _normalize(out: Any, mean: Any, rstd: Any, x: Any, weight: Any, bias: Any, eps: Any, centred: bool) -> None:
     n = x.shape[1]
     for i in range(x.shape[0]):
-        o, y = out[i], x[i]
+        o, row = out[i], x[i]
         m, total = x.dtype.type(0), 0.0
         if centred:
             for start in range(0, n, STRETCH):
-                part, base, z = x.dtype.type(0), y[0], y[start : start + STRETCH]
-                for j in range(len(z)):
-                    part += z[j] - base
-                total += part
-            m = y[0] + x.dtype.type(total / n)
+                partial, base, piece = x.dtype.type(0), row[0], row[start : start + STRETCH]
+                for j in range(len(piece)):
+                    partial += piece[j] - base
+                total += partial
+            m = row[0] + x.dtype.type(total / n)
         total = 0.0
         for start in range(0, n, STRETCH):
-            part, z = x.dtype.type(0), y[start : start + STRETCH]
-            for j in range(len(z)):
-                part += (z[j] - m) * (z[j] - m)
-            total += part
+            partial, piece = x.dtype.type(0), row[start : start + STRETCH]
+            for j in range(len(piece)):
+                partial += (piece[j] - m) * (piece[j] - m)
+            total += partial
         r = 1 / np.sqrt(x.dtype.type(total / n) + eps)
         mean[i], rstd[i] = m, r
-        for j in range(len(y)):
-            o[j] = (y[j] - m) * r * weight[j] + bias[j]
+        for j in range(len(row)):
+            o[j] = (row[j] - m) * r * weight[j] + bias[j]
 
 
 @jit.loops("out", "total", fastmath=_FAST)
@@ -238,11 +236,11 @@ def _normalize_vjp(out: Any, total: Any, g: Any, x: Any, weight: Any, mean: Any,
 @jit.loops("total", fastmath=_FAST)
 def _moments_of_rows(total: Any, x: Any) -> None:
     for c in range(x.shape[1]):
-        seen, mean, square = 0.0, 0.0, 0.0
+        count, mean, square = 0.0, 0.0, 0.0
         for o in range(x.shape[0]):
             for start in range(0, x.shape[2], STRETCH):
                 y = x[o, c, start : start + STRETCH]
-                base, m = y[0], x.dtype.type(0)  # nearer to the mean than zero is
+                base, m = y[0], x.dtype.type(0)  # the base is nearer to the mean than zero
                 for j in range(len(y)):
                     m += y[j] - base
                 m /= x.dtype.type(len(y))
@@ -250,10 +248,10 @@ def _moments_of_rows(total: Any, x: Any) -> None:
                 for j in range(len(y)):
                     s += ((y[j] - base) - m) * ((y[j] - base) - m)
                 delta = np.float64(base) + m - mean
-                both = seen + len(y)
-                mean += delta * (len(y) / both)
-                square += s + delta * delta * (seen * len(y) / both)
-                seen = both
+                new_count = count + len(y)
+                mean += delta * (len(y) / new_count)
+                square += s + delta * delta * (count * len(y) / new_count)
+                count = new_count
         total[0, c], total[1, c] = mean, square
 
 
@@ -288,17 +286,17 @@ def _moments_of_columns(total: Any, x: Any) -> None:
 def _affine_of_rows(out: Any, x: Any, mean: Any, scale: Any, shift: Any) -> None:
     for o in range(x.shape[0]):
         for c in range(x.shape[1]):
-            to, y, m, a, b = out[o, c], x[o, c], mean[c], scale[c], shift[c]
+            target, y, m, a, b = out[o, c], x[o, c], mean[c], scale[c], shift[c]
             for j in range(len(y)):
-                to[j] = (y[j] - m) * a + b
+                target[j] = (y[j] - m) * a + b
 
 
 @jit.loops("out", fastmath=_FAST)
 def _affine_of_columns(out: Any, x: Any, mean: Any, scale: Any, shift: Any) -> None:
     for i in range(x.shape[0]):
-        to, y = out[i], x[i]
+        target, y = out[i], x[i]
         for j in range(len(y)):
-            to[j] = (y[j] - mean[j]) * scale[j] + shift[j]
+            target[j] = (y[j] - mean[j]) * scale[j] + shift[j]
 
 
 @jit.loops("total", fastmath=_FAST)

@@ -1,7 +1,7 @@
-"""Random numbers by counting, in pieces: the words of a piece stay in the cache until they have become numbers.
+"""Counter-based random numbers, in pieces whose words stay in the cache until they are converted.
 
 Each operation is rounded by itself, in one order, so that NumPy, compiled loops and the GPU give the same bits: no
-function of a mathematical library is called, and products and sums are not fused.
+mathematical library is called, and products and sums are not fused.
 """
 
 from __future__ import annotations
@@ -14,29 +14,8 @@ import numpy as np
 
 from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import accurate
-from spmd.kernels.cpu.quantiles import (
-    CUT,
-    SQRT2,
-    SQRT2_D,
-    central_double,
-    central_single,
-    choose,
-    minus_log_double,
-    minus_log_single,
-    quantile,
-    tail_double,
-    tail_single,
-)
+from spmd.kernels.cpu.quantiles import minus_log, quantile
 from spmd.kernels.memory import pool
-
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
 
 Box = Any
 
@@ -54,31 +33,31 @@ def random_bits(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, d
 
 
 def random_uniform(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, low: float, high: float):
-    """Numbers from low up to, and without, high."""
-    return _made(key, shape, box, dtype, _Uniform(dtype, low, high))
+    """Numbers from low up to, but without, high."""
+    return _drawn(key, shape, box, dtype, _Uniform(dtype, low, high))
 
 
 def random_normal(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
     """Numbers of the normal distribution."""
-    return _made(key, shape, box, dtype, _normal)
+    return _drawn(key, shape, box, dtype, _normal)
 
 
 def random_truncated(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, low: float, high: float):
-    """Numbers of the normal distribution, given that they lie between low and high."""
-    return _made(key, shape, box, dtype, _Truncated(dtype, low, high))
+    """Numbers of the normal distribution, truncated to low and high."""
+    return _drawn(key, shape, box, dtype, _Truncated(dtype, low, high))
 
 
 def random_exponential(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
     """Numbers of the exponential distribution, of mean 1."""
-    return _made(key, shape, box, dtype, _exponential)
+    return _drawn(key, shape, box, dtype, _exponential)
 
 
 def random_gumbel(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any) -> np.ndarray:
     """Numbers of the Gumbel distribution."""
-    return _made(key, shape, box, dtype, _gumbel)
+    return _drawn(key, shape, box, dtype, _gumbel)
 
 
-# Where the entries of a box lie in the whole
+# Boxes
 
 
 def extent(box: Box) -> tuple[int, ...]:
@@ -87,18 +66,19 @@ def extent(box: Box) -> tuple[int, ...]:
 
 
 def runs(shape: tuple[int, ...], box: Box, xp: Any = np) -> tuple[Any, int]:
-    """Where in the whole the rows of a box begin, uint64, and how many entries each has. Whole rows are one."""
-    d, length, at, stride, whole = len(shape), 1, 0, 1, True
-    while d and whole:
+    """The flat indices, uint64, at which the rows of a box begin, and their length. Rows that follow each other are
+    one."""
+    d, length, start_index, stride, is_whole = len(shape), 1, 0, 1, True
+    while d and is_whole:
         d -= 1
         start, stop = box[d]
-        length, at, whole = length * (stop - start), at + start * stride, stop - start == shape[d]
+        length, start_index, is_whole = length * (stop - start), start_index + start * stride, stop - start == shape[d]
         stride *= shape[d]
-    starts = xp.full(1, at, xp.uint64)
+    starts = xp.full(1, start_index, xp.uint64)
     while d:
         d -= 1
-        more = xp.arange(*box[d], dtype=xp.uint64) * xp.uint64(stride)
-        starts = (more[:, None] + starts[None, :]).reshape(-1)
+        offsets = xp.arange(*box[d], dtype=xp.uint64) * xp.uint64(stride)
+        starts = (offsets[:, None] + starts[None, :]).reshape(-1)
         stride *= shape[d]
     return starts, length
 
@@ -106,36 +86,36 @@ def runs(shape: tuple[int, ...], box: Box, xp: Any = np) -> tuple[Any, int]:
 def _pieces(
     key: np.ndarray, shape: tuple[int, ...], box: Box, out: np.ndarray, domain: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The parts of `out`, flat, and the words for each."""
+    """The pieces of `out`, flat, and the words of each."""
     if not out.size:
         return
     k0, k1 = (np.uint64(int(k)) for k in key)
-    each = 2 if out.itemsize == 8 else 1
+    words_per_entry = 2 if out.itemsize == 8 else 1
     starts, length = runs(shape, box)
-    starts, length, flat = starts * np.uint64(each), length * each, out.reshape(-1)
+    starts, length, flat = starts * np.uint64(words_per_entry), length * words_per_entry, out.reshape(-1)
     compiled = jit.available()
-    piece = _PIECE if compiled else _PIECE // 2
-    rows = max(1, piece // length)
-    words = np.empty(min(piece, length * len(starts)) if length < piece else piece, np.uint32)
-    # Of a long row the last piece may be short.
-    blocks = (min(length, _SHORT) + 6) // 4 * (rows if length < _SHORT else 1)
-    scratch, counters = np.empty(4 * blocks, np.uint32), np.empty(blocks, np.uint64)
-    done = 0
+    piece_words = _PIECE if compiled else _PIECE // 2
+    rows = max(1, piece_words // length)
+    words = np.empty(min(piece_words, length * len(starts)) if length < piece_words else piece_words, np.uint32)
+    # The last piece of a long row may be short.
+    scratch_blocks = (min(length, _SHORT_ROW) + 6) // 4 * (rows if length < _SHORT_ROW else 1)
+    scratch, counters = np.empty(4 * scratch_blocks, np.uint32), np.empty(scratch_blocks, np.uint64)
+    position = 0
     for r in range(0, len(starts), rows):
-        some = starts[r : r + rows]
-        for c in range(0, length, piece if rows == 1 else length):
-            wide = min(length - c, piece) if rows == 1 else length
-            part = words[: wide * len(some)].reshape(len(some), wide)
+        row_starts = starts[r : r + rows]
+        for c in range(0, length, piece_words if rows == 1 else length):
+            length_here = min(length - c, piece_words) if rows == 1 else length
+            piece = words[: length_here * len(row_starts)].reshape(len(row_starts), length_here)
             if compiled:
-                _fill(part, scratch, counters, some + np.uint64(c), np.uint64(domain), k0, k1)
+                _fill(piece, scratch, counters, row_starts + np.uint64(c), np.uint64(domain), k0, k1)
             else:
-                _filled(part, some + np.uint64(c), np.uint64(domain), k0, k1)
-            n = part.size // each
-            yield flat[done : done + n], part.reshape(-1)
-            done += n
+                _fill_numpy(piece, row_starts + np.uint64(c), np.uint64(domain), k0, k1)
+            n = piece.size // words_per_entry
+            yield flat[position : position + n], piece.reshape(-1)
+            position += n
 
 
-def _made(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, convert: Callable[..., None]) -> np.ndarray:
+def _drawn(key: np.ndarray, shape: tuple[int, ...], box: Box, dtype: Any, convert: Callable[..., None]) -> np.ndarray:
     dtype = np.dtype(dtype)
     wide = accurate(dtype)
     out = pool.empty(extent(box), dtype)
@@ -156,11 +136,11 @@ _M0, _M1, _W0, _W1 = _u(0xD2511F53), _u(0xCD9E8D57), _u(0x9E3779B9), _u(0xBB67AE
 
 
 @jit.exact
-def _words(out, counters, listed, first, domain, k0, k1):
-    """The words of the blocks that are listed, or that follow the first."""
+def _words(out, counters, use_list, first, domain, k0, k1):
+    """The words of the listed counters, or of those from `first` on."""
     for b in range(out.shape[0] // 4):
-        block = counters[b] if listed else first + _u(b)
-        x0, x1, x2, x3 = block & _LOW, block >> _HALF, _u(0), domain
+        counter = counters[b] if use_list else first + _u(b)
+        x0, x1, x2, x3 = counter & _LOW, counter >> _HALF, _u(0), domain
         a0, a1 = k0, k1
         for _ in range(10):
             p, q = _M0 * x0, _M1 * x2
@@ -172,13 +152,13 @@ def _words(out, counters, listed, first, domain, k0, k1):
         out[4 * b + 3] = x3
 
 
-_SHORT = 128
+_SHORT_ROW = 128
 
 
 @jit.loops("out", "scratch", "counters", fastmath=())
 def _fill(out: Any, scratch: Any, counters: Any, starts: Any, domain: Any, k0: Any, k1: Any) -> None:
     n = out.shape[1]
-    if n >= _SHORT:
+    if n >= _SHORT_ROW:
         for r in range(out.shape[0]):
             row = out[r]
             block, skip = starts[r] >> _TWO, int(starts[r] & _THREE)
@@ -188,11 +168,11 @@ def _fill(out: Any, scratch: Any, counters: Any, starts: Any, domain: Any, k0: A
                 for i in range(head):
                     row[i] = scratch[skip + i]
                 block += _ODD
-            whole = (n - head) // 4
-            end = head + 4 * whole
+            full_blocks = (n - head) // 4
+            end = head + 4 * full_blocks
             _words(row[head:end], counters, False, block, domain, k0, k1)
             if end < n:
-                _words(scratch[:4], counters, False, block + _u(whole), domain, k0, k1)
+                _words(scratch[:4], counters, False, block + _u(full_blocks), domain, k0, k1)
                 for i in range(end, n):
                     row[i] = scratch[i - end]
         return
@@ -202,15 +182,15 @@ def _fill(out: Any, scratch: Any, counters: Any, starts: Any, domain: Any, k0: A
             counters[count] = block
             count += 1
     _words(scratch[: 4 * count], counters, True, _u(0), domain, k0, k1)
-    at = 0
+    position = 0
     for r in range(out.shape[0]):
         skip = int(starts[r] & _THREE)
         for i in range(n):
-            out[r, i] = scratch[at + skip + i]
-        at += (skip + n + 3) // 4 * 4
+            out[r, i] = scratch[position + skip + i]
+        position += (skip + n + 3) // 4 * 4
 
 
-def _filled(out: np.ndarray, starts: np.ndarray, domain: np.uint64, k0: np.uint64, k1: np.uint64) -> None:
+def _fill_numpy(out: np.ndarray, starts: np.ndarray, domain: np.uint64, k0: np.uint64, k1: np.uint64) -> None:
     """`_fill` without numba."""
     skip = starts & _THREE
     count = (out.shape[1] + 6) // 4
@@ -243,31 +223,31 @@ def _filled(out: np.ndarray, starts: np.ndarray, domain: np.uint64, k0: np.uint6
 
 
 class _Uniform:
-    """Numbers of the dtype's precision from words: scale, then shift, then below the upper end."""
+    """Words to uniform numbers of the dtype's precision: scale, shift, and keep below the upper end."""
 
     def __init__(self, dtype: Any, low: float, high: float):
         dtype = np.dtype(dtype)
         wide = accurate(dtype).type
         digits = {"float64": 53, "float32": 24, "float16": 11}.get(dtype.name, 8)
         self.shift = np.dtype(f"u{wide().itemsize}").type(8 * wide().itemsize - digits)
-        self.numbers = wide(2.0**-digits), wide(low), wide(wide(high) - wide(low)), top(dtype, low, high)
-        self.plain = low == 0 and high == 1
+        self.parameters = wide(2.0**-digits), wide(low), wide(wide(high) - wide(low)), top(dtype, low, high)
+        self.is_unit = low == 0 and high == 1
 
     def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
-        unit, low, span, last = self.numbers
+        unit, low, span, last = self.parameters
         if jit.available():
             _uniform(out, bits, self.shift, unit, low, span, last)
             return
         np.copyto(out, bits >> self.shift, casting="unsafe")
         out *= unit
-        if not self.plain:
+        if not self.is_unit:
             out *= span
             out += low
             np.minimum(out, last, out=out)
 
 
 def top(dtype: Any, low: float, high: float) -> Any:
-    """The last number of a dtype before high, seen from low; as one that is computed with."""
+    """The last number of a dtype before high, seen from low; in the dtype to compute in."""
     dtype = np.dtype(dtype)
     return accurate(dtype).type(np.nextafter(np.asarray(high, dtype), np.asarray(low, dtype)))
 
@@ -280,15 +260,14 @@ def _uniform(out: Any, bits: Any, shift: Any, unit: Any, low: Any, span: Any, la
         out[i] = x if x < last else last
 
 
-_f, _d, _ONE, _TWICE = np.float32, np.float64, np.float32(1), np.float32(2)
-
 # Words to numbers. x and tail = 1 - x come from all bits but the first, both to full precision.
 
-_SIGN, _MASK, _UNIT = np.uint32(31), np.uint32(0x7FFFFFFF), _f(2.0**-32)
-_SIGN_D, _MASK_D, _UNIT_D = _u(63), _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
+_f, _d = np.float32, np.float64
+_MASK, _UNIT = np.uint32(0x7FFFFFFF), _f(2.0**-32)
+_MASK_D, _UNIT_D = _u(0x7FFFFFFFFFFFFFFF), 2.0**-64
 
 
-def _halves(bits: np.ndarray) -> tuple[Any, Any]:
+def _halves(bits):
     single = bits.dtype == np.uint32
     mask, unit, number = (_MASK, _UNIT, _f) if single else (_MASK_D, _UNIT_D, _d)
     one = bits.dtype.type(1)
@@ -296,80 +275,74 @@ def _halves(bits: np.ndarray) -> tuple[Any, Any]:
     return number((j << one) + one) * unit, number(((mask - j) << one) + one) * unit
 
 
+def _halves_single(bits):
+    j = bits & _MASK
+    return _f((j << _ODD) + _ODD) * _UNIT, _f(((_MASK - j) << _ODD) + _ODD) * _UNIT
+
+
+def _halves_double(bits):
+    j = bits & _MASK_D
+    return _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
+
+
+jit.by_width(_halves, single=_halves_single, double=_halves_double, fastmath=())
+
+
+def _is_negative(bits):
+    """The first bit."""
+    return bits > (_MASK if bits.dtype == np.uint32 else _MASK_D)
+
+
+jit.by_width(_is_negative, single=lambda bits: bits > _MASK, double=lambda bits: bits > _MASK_D)
+
+
 def _normal(out: np.ndarray, bits: np.ndarray) -> None:
     if jit.available():
-        (_normal_single if out.itemsize == 4 else _normal_double)(out, bits)
+        _normal_loop(out, bits)
         return
     out[...] = quantile(*_halves(bits))
-    np.negative(out, out=out, where=bits > (_MASK if out.itemsize == 4 else _MASK_D))
+    np.negative(out, out=out, where=_is_negative(bits))
 
 
 @jit.loops("out", fastmath=())
-def _normal_single(out: Any, bits: Any) -> None:
+def _normal_loop(out: Any, bits: Any) -> None:
     for i in range(out.shape[0]):
-        j = bits[i] & _MASK
-        x, tail = _f((j << _ODD) + _ODD) * _UNIT, _f(((_MASK - j) << _ODD) + _ODD) * _UNIT
-        w = minus_log_single(tail * (_TWICE - tail), x * x)
-        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
-        out[i] = -z if bits[i] > _MASK else z
-
-
-@jit.loops("out", fastmath=())
-def _normal_double(out: Any, bits: Any) -> None:
-    for i in range(out.shape[0]):
-        j = bits[i] & _MASK_D
-        x, tail = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
-        w = minus_log_double(tail * (2.0 - tail), x * x)
-        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
-        out[i] = -z if bits[i] > _MASK_D else z
+        x, tail = _halves(bits[i])
+        z = quantile(x, tail)
+        out[i] = -z if _is_negative(bits[i]) else z
 
 
 def _exponential(out: np.ndarray, bits: np.ndarray) -> None:
     if jit.available():
-        (_exponential_single if out.itemsize == 4 else _exponential_double)(out, bits)
+        _exponential_loop(out, bits)
         return
     x, rest = _halves(bits)
-    out[...] = (minus_log_single if out.itemsize == 4 else minus_log_double)(rest, x)
+    out[...] = minus_log(rest, x)
 
 
 @jit.loops("out", fastmath=())
-def _exponential_single(out: Any, bits: Any) -> None:
+def _exponential_loop(out: Any, bits: Any) -> None:
     for i in range(out.shape[0]):
-        j = bits[i] & _MASK
-        out[i] = minus_log_single(_f(((_MASK - j) << _ODD) + _ODD) * _UNIT, _f((j << _ODD) + _ODD) * _UNIT)
-
-
-@jit.loops("out", fastmath=())
-def _exponential_double(out: Any, bits: Any) -> None:
-    for i in range(out.shape[0]):
-        j = bits[i] & _MASK_D
-        x, rest = _d((j << _ODD) + _ODD) * _UNIT_D, _d(((_MASK_D - j) << _ODD) + _ODD) * _UNIT_D
-        out[i] = minus_log_double(rest, x)
+        x, rest = _halves(bits[i])
+        out[i] = minus_log(rest, x)
 
 
 def _gumbel(out: np.ndarray, bits: np.ndarray) -> None:
     _exponential(out, bits)
     if jit.available():
-        (_again_single if out.itemsize == 4 else _again_double)(out)
+        _minus_log_loop(out)
         return
-    single = out.itemsize == 4
-    out[...] = (minus_log_single if single else minus_log_double)(out, (_ONE if single else 1.0) - out)
+    out[...] = minus_log(out, out.dtype.type(1) - out)
 
 
 @jit.loops("out", fastmath=())
-def _again_single(out: Any) -> None:
+def _minus_log_loop(out: Any) -> None:
     for i in range(out.shape[0]):
-        out[i] = minus_log_single(out[i], _ONE - out[i])
-
-
-@jit.loops("out", fastmath=())
-def _again_double(out: Any) -> None:
-    for i in range(out.shape[0]):
-        out[i] = minus_log_double(out[i], 1.0 - out[i])
+        out[i] = minus_log(out[i], out.dtype.type(1) - out[i])
 
 
 class _Truncated:
-    """Normal numbers between two from words: where both are on one side, the tail is drawn, which is small."""
+    """Words to truncated normal numbers. Where both ends are on one side of 0, the tail is drawn, which is small."""
 
     def __init__(self, dtype: Any, low: float, high: float):
         wide = accurate(np.dtype(dtype)).type
@@ -381,8 +354,7 @@ class _Truncated:
     def __call__(self, out: np.ndarray, bits: np.ndarray) -> None:
         self.draw(out, bits)
         if jit.available():
-            loop = _truncated_single if out.itemsize == 4 else _truncated_double
-            loop(out, out.dtype.type(self.side), self.least, self.low, self.high)
+            _truncated_loop(out, out.dtype.type(self.side), self.least, self.low, self.high)
             return
         if self.side:
             tail = np.maximum(out, self.least)
@@ -396,37 +368,21 @@ class _Truncated:
 
 
 @jit.loops("out", fastmath=())
-def _truncated_single(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+def _truncated_loop(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
+    one = out.dtype.type(1)
     for i in range(out.shape[0]):
         v = out[i]
         size = -v if v < 0 else v
-        tail = _ONE - size if side == 0 else v
+        tail = one - size if side == 0 else v
         tail = tail if tail > least else least
-        x = size if side == 0 else _ONE - tail
-        w = minus_log_single(tail * (_TWICE - tail), x * x)
-        z = x * choose(w < CUT, central_single(w), tail_single(w)) * SQRT2
-        z = (-z if v < 0 else z) if side == 0 else z * side
-        z = z if z > low else low
-        out[i] = z if z < high else high
-
-
-@jit.loops("out", fastmath=())
-def _truncated_double(out: Any, side: Any, least: Any, low: Any, high: Any) -> None:
-    for i in range(out.shape[0]):
-        v = out[i]
-        size = -v if v < 0 else v
-        tail = 1.0 - size if side == 0 else v
-        tail = tail if tail > least else least
-        x = size if side == 0 else 1.0 - tail
-        w = minus_log_double(tail * (2.0 - tail), x * x)
-        z = x * choose(w < 6.25, central_double(w), tail_double(w)) * SQRT2_D
+        z = quantile(size if side == 0 else one - tail, tail)
         z = (-z if v < 0 else z) if side == 0 else z * side
         z = z if z > low else low
         out[i] = z if z < high else high
 
 
 def truncated_ends(low: float, high: float) -> tuple[int, tuple[float, float]]:
-    """On which side of 0 both ends are, and between what to draw: the tail there, else erf(x / sqrt(2))."""
+    """The side of 0 of both ends, and the range to draw from: of the tail there, else of erf(x / sqrt(2))."""
     a, b = low / math.sqrt(2), high / math.sqrt(2)
     if low >= 0:
         return 1, (math.erfc(b), math.erfc(a))

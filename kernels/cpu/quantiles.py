@@ -1,4 +1,4 @@
-"""Logarithms and quantiles of the normal distribution with the same bits everywhere: of arrays, and in loops.
+"""Logarithms and quantiles of the normal distribution with the same bits everywhere: for arrays, and in loops.
 
 They are sums, products, quotients and roots, each rounded by itself, in one order.
 """
@@ -11,43 +11,34 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = [
-    "CUT",
-    "SQRT2",
-    "SQRT2_D",
-    "central_double",
-    "central_single",
-    "choose",
-    "minus_log_double",
-    "minus_log_single",
-    "quantile",
-    "tail_double",
-    "tail_single",
-]
+__all__ = ["minus_log", "quantile"]
 
 
-def choose(which, x, y):
-    """x where it is so, else y."""
-    return np.where(which, x, y)
+def _where(condition, x, y):
+    return np.where(condition, x, y)
 
 
-jit.in_loops(choose, lambda which, x, y: x if which else y)
+jit.in_loops(_where, lambda condition, x, y: x if condition else y)
 
 
-# -log(x) of a positive normal x with rest = 1 - x, which says more of an x near 1 than x does. With x = 2^k m and
-# f = m - 1, s = f / (2 + f), log(m) = log(1 + s) - log(1 - s): the coefficients are those of FreeBSD's logf and log.
+def minus_log(x, rest):
+    """-log(x) of a positive normal x, with rest = 1 - x, which is more precise than x where x is near 1."""
+    return (_minus_log_single if x.dtype == np.float32 else _minus_log_double)(x, rest)
+
+
+# With x = 2^k m, f = m - 1 and s = f / (2 + f), log(m) = log(1 + s) - log(1 - s). The coefficients are those of
+# FreeBSD's logf and log.
 _f, _i = np.float32, np.int32
 _ONE, _TWICE, _SOME, _TOP, _DIGITS = _f(1), _f(2), _f(0.5), _i(0x3F3504F3), _i(23)
 _LN2_HIGH, _LN2_LOW = _f(6.9313812256e-01), _f(9.0580006145e-06)
 _L1, _L2, _L3, _L4 = _f(0.66666662693), _f(0.40000972152), _f(0.28498786688), _f(0.24279078841)
 
 
-@jit.exact
-def minus_log_single(x, rest):
+def _minus_log_single(x, rest):
     b = _f(x).view(np.int32)
     k = _i((b - _TOP) >> _DIGITS)
     m = _i(b - (k << _DIGITS)).view(np.float32)
-    f = choose(k == 0, -rest, m - _ONE)
+    f = _where(k == 0, -rest, m - _ONE)
     s = f / (_TWICE + f)
     z = s * s
     w = z * z
@@ -69,12 +60,11 @@ _D1, _D2, _D3, _D4 = (
 _D5, _D6, _D7 = 1.818357216161805012e-01, 1.531383769920937332e-01, 1.479819860511658591e-01
 
 
-@jit.exact
-def minus_log_double(x, rest):
+def _minus_log_double(x, rest):
     b = _d(x).view(np.int64)
     k = (b - _TOP_D) >> _DIGITS_D
     m = _l(b - (k << _DIGITS_D)).view(np.float64)
-    f = choose(k == 0, -rest, m - 1.0)
+    f = _where(k == 0, -rest, m - 1.0)
     s = f / (2.0 + f)
     z = s * s
     w = z * z
@@ -84,13 +74,16 @@ def minus_log_double(x, rest):
     return -(e * _LN2_HIGH_D - ((h - (s * (h + r) + e * _LN2_LOW_D)) - f))
 
 
+jit.by_width(minus_log, single=_minus_log_single, double=_minus_log_double, fastmath=())
+
+
 # The quantiles of the normal distribution, after M. Giles, "Approximating the erfinv function", GPU Computing Gems,
 # 2011: with w = -log(1 - x²) they are x times a polynomial in w, and for large w one in sqrt(w). The polynomials are
 # interpolations at Chebyshev's points; the factor sqrt(2) comes last.
 
-SQRT2, SQRT2_D = _f(math.sqrt(2)), math.sqrt(2)
+_SQRT2, _SQRT2_D = _f(math.sqrt(2)), math.sqrt(2)
 
-_SINGLE_AT, _SINGLE_TAIL_AT, CUT = _f(2.5), _f(3.5), _f(5)
+_SINGLE_AT, _SINGLE_TAIL_AT, _CUT = _f(2.5), _f(3.5), _f(5)
 # fmt: off
 (
     _A0, _A1, _A2, _A3, _A4, _A5, _A6, _A7, _A8, _A9,
@@ -176,32 +169,45 @@ def _p_double_end(t):
 
 
 @jit.exact
-def central_single(w):
+def _central_single(w):
     return _p_single(w - _SINGLE_AT)
 
 
 @jit.exact
-def tail_single(w):
+def _tail_single(w):
     return _p_single_tail(np.sqrt(w) - _SINGLE_TAIL_AT)
 
 
 @jit.exact
-def central_double(w):
+def _central_double(w):
     return _p_double(w - 3.125)
 
 
 @jit.exact
-def tail_double(w):
+def _tail_double(w):
     s = np.sqrt(w)
-    return choose(s < 4.0, _p_double_tail(s - 3.25), _p_double_end(s - 5.25))
+    return _where(s < 4.0, _p_double_tail(s - 3.25), _p_double_end(s - 5.25))
 
 
-def quantile(x: np.ndarray, tail: np.ndarray) -> np.ndarray:
-    """The number that has `tail` beyond it on both sides, x = 1 - tail between; of NumPy's arrays."""
+def quantile(x, tail):
+    """The number that a normal one exceeds in absolute value with the probability `tail` = 1 - x."""
     single = x.dtype == np.float32
     two = _TWICE if single else 2.0
-    w = (minus_log_single if single else minus_log_double)(tail * (two - tail), x * x)
-    p = (central_single if single else central_double)(w)
-    far = np.flatnonzero(w >= (CUT if single else 6.25))
-    p[far] = (tail_single if single else tail_double)(w[far])
-    return (x * p) * (SQRT2 if single else SQRT2_D)
+    w = minus_log(tail * (two - tail), x * x)
+    p = (_central_single if single else _central_double)(w)
+    far = np.flatnonzero(w >= (_CUT if single else 6.25))
+    p[far] = (_tail_single if single else _tail_double)(w[far])
+    return (x * p) * (_SQRT2 if single else _SQRT2_D)
+
+
+def _quantile_single(x, tail):
+    w = minus_log(tail * (_TWICE - tail), x * x)
+    return x * _where(w < _CUT, _central_single(w), _tail_single(w)) * _SQRT2
+
+
+def _quantile_double(x, tail):
+    w = minus_log(tail * (2.0 - tail), x * x)
+    return x * _where(w < 6.25, _central_double(w), _tail_double(w)) * _SQRT2_D
+
+
+jit.by_width(quantile, single=_quantile_single, double=_quantile_double, fastmath=())

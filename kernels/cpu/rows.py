@@ -1,8 +1,8 @@
-"""What loops do with whole rows of flat arrays: neighbours in memory, so that compilers make vectors of them.
-`spmd.kernels.cpu.vectors.combine` adds rows up.
+"""Operations on rows of flat arrays, for loops: neighbours in memory, so that the compiler vectorises them.
+`spmd.kernels.cpu.vectors.combine` sums rows.
 
-Helpers go from given places on: a view of a row costs more than a short loop. Places are unsigned, so that they are not
-looked at for being negative; only then the compiler makes vectors.
+Rows are given by their first index, for a view of a row costs more than a short loop. Indices are unsigned, so that
+they need no check for negative ones; only then does the compiler vectorise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.kernels import jit
 
-__all__ = ["deal", "fill", "move", "scale", "undeal"]
+__all__ = ["fill", "join_phases", "move", "scale", "split_phases"]
 
 
 @jit.helper
@@ -38,12 +38,12 @@ def scale(out, start, n, factors):
         out[start + np.uint64(k)] *= factors[np.uint64(k)]
 
 
-# A row that is read in strides is first dealt out: entry q * stride + c goes to place c * width + q, where
-# width = n // stride + 1. Then what strides pass over lies together.
+# A row that is read in strides is first split into its phases: entry q * stride + c goes to index c * width + q, where
+# width = n // stride + 1. Then the entries of a phase are neighbours.
 
 
 @jit.helper
-def deal(phases, row, start, n, stride):
+def split_phases(phases, row, start, n, stride):
     """phases[c * width + q] = row[start + q * stride + c] for the n entries of a row."""
     start = np.uint64(start)
     width = np.uint64(n // stride + 1)
@@ -61,7 +61,7 @@ def deal(phases, row, start, n, stride):
 
 
 @jit.helper
-def undeal(row, start, phases, n, stride):
+def join_phases(row, start, phases, n, stride):
     """row[start + q * stride + c] = phases[c * width + q]."""
     start = np.uint64(start)
     width = np.uint64(n // stride + 1)

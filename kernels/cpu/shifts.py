@@ -1,8 +1,8 @@
-"""Shifted arrays, with zeros around them, their sums and products: stencils, convolutions of single channels, im2col.
+"""Sums and products of shifted arrays with zeros around them: stencils, convolutions of single channels, im2col.
 
-Arrays have one leading dimension, of examples, and three of places. A row of a table tells of a tap which plane of an
-example it reads, and how much further than the output. A row of the result is made at a time: where all taps stay
-inside by sums that stay in vector registers, at its ends entry by entry.
+Arrays have a leading dimension of examples and three spatial dimensions. A row of a table describes a tap: the plane of
+the example that it reads, and its shift against the output. The result is computed row by row: in vector registers
+where all taps lie inside, entry by entry at the ends.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def shifted_sums(out: np.ndarray, x: np.ndarray, table: np.ndarray, weights: np.
 
 
 def shifted_products(g: np.ndarray, x: np.ndarray, table: np.ndarray, channels: int) -> np.ndarray:
-    """(channels, taps): the sums of g[e, i] * x[e, plane of t, i + shift of t] over places and the examples of a
-    channel, which are every `channels`-th. In float64."""
-    total = np.zeros((channels, len(table)))
-    _products(total, g.reshape(-1), x.reshape(-1), table, g.shape, x.shape[1:])
-    return total
+    """(channels, taps), float64: the sums of g[e, i] * x[e, plane of t, i + shift of t] over i and over the examples of
+    a channel, which are every `channels`-th."""
+    products = np.zeros((channels, len(table)))
+    _products(products, g.reshape(-1), x.reshape(-1), table, g.shape, x.shape[1:])
+    return products
 
 
 def shifted_copies(out: np.ndarray, x: np.ndarray, table: np.ndarray) -> None:
@@ -67,7 +67,7 @@ def _sums(out: Any, x: Any, table: Any, weights: Any, shape: Any, lengths: Any) 
     examples, layers, rows, columns = shape
     planes, depth, height, width = lengths
     channels, taps = weights.shape
-    chosen, picked, across = np.empty(taps, x.dtype), np.empty(taps, np.int64), np.empty(taps, np.int64)
+    factors, offsets, shifts = np.empty(taps, x.dtype), np.empty(taps, np.int64), np.empty(taps, np.int64)
     low_z, high_z, low_y, high_y = 0, 0, 0, 0
     for t in range(taps):
         low_z, high_z = min(low_z, table[t, 1]), max(high_z, table[t, 1])
@@ -76,44 +76,44 @@ def _sums(out: Any, x: Any, table: Any, weights: Any, shape: Any, lengths: Any) 
     for n in range(examples):
         channel = n % channels
         start = n * planes * depth * height * width
-        whole, count, furthest, first, last = False, 0, 0, 0, columns
+        all_inside, count, last_offset, first, last = False, 0, 0, 0, columns
         for z in range(layers):
             for y in range(rows):
                 to = ((n * layers + z) * rows + y) * columns
                 base = start + (z * height + y) * width
-                inside = z + low_z >= 0 and z + high_z < depth and y + low_y >= 0 and y + high_y < height
-                if not (inside and whole):
-                    # The taps whose row lies inside, and the columns at which all of them do.
-                    count, furthest, first, last = 0, 0, 0, columns
+                rows_inside = z + low_z >= 0 and z + high_z < depth and y + low_y >= 0 and y + high_y < height
+                if not (rows_inside and all_inside):
+                    # The taps whose row lies inside, and the columns where all of these lie inside.
+                    count, last_offset, first, last = 0, 0, 0, columns
                     for t in range(taps):
                         a, b, c = table[t, 1], table[t, 2], table[t, 3]
                         if 0 <= z + a < depth and 0 <= y + b < height:
-                            place = ((table[t, 0] * depth + a) * height + b) * width + c
-                            chosen[count], picked[count], across[count] = weights[channel, t], place, c
-                            furthest = max(furthest, place)
+                            offset = ((table[t, 0] * depth + a) * height + b) * width + c
+                            factors[count], offsets[count], shifts[count] = weights[channel, t], offset, c
+                            last_offset = max(last_offset, offset)
                             first, last = max(first, -c), min(last, width - c)
                             count += 1
-                    whole = count == taps
+                    all_inside = count == taps
                     if last <= first:
                         first = last = columns
                 if planes == 1:
-                    fetched = fetch(x, fetched, base + furthest + columns, size)
-                combine(out, to + first, last - first, x, base + first, picked, 0, chosen, 0, count)
+                    fetched = fetch(x, fetched, base + last_offset + columns, size)
+                combine(out, to + first, last - first, x, base + first, offsets, 0, factors, 0, count)
                 for j in range(columns):
                     if j == first:
                         break
-                    out[to + j] = _one(x, base, j, width, chosen, picked, across, count)
+                    out[to + j] = _one(x, base, j, width, factors, offsets, shifts, count)
                 for j in range(last, columns):
-                    out[to + j] = _one(x, base, j, width, chosen, picked, across, count)
+                    out[to + j] = _one(x, base, j, width, factors, offsets, shifts, count)
 
 
 @jit.helper
-def _one(x, base, j, width, chosen, picked, across, count):
-    """A single entry, near the end of a row."""
+def _one(x, base, j, width, factors, offsets, shifts, count):
+    """One entry, near an end of a row."""
     total = x.dtype.type(0)
     for t in range(count):
-        if 0 <= j + across[t] < width:
-            total += chosen[t] * x[base + j + picked[t]]
+        if 0 <= j + shifts[t] < width:
+            total += factors[t] * x[base + j + offsets[t]]
     return total
 
 
@@ -121,15 +121,15 @@ def _one(x, base, j, width, chosen, picked, across, count):
 def _products(total: Any, g: Any, x: Any, table: Any, shape: Any, lengths: Any) -> None:
     examples, layers, rows, columns = shape
     planes, depth, height, width = lengths
-    fetched, ahead, size = 0, 0, x.itemsize
+    fetched_g, fetched_x, size = 0, 0, x.itemsize
     for n in range(examples):
         channel = n % total.shape[0]
         base = n * planes * depth * height * width
         for z in range(layers):
             for y in range(rows):
                 to = ((n * layers + z) * rows + y) * columns
-                fetched = fetch(g, fetched, to + columns, size)
-                ahead = fetch(x, ahead, base + (z * height + y) * width + columns, size)
+                fetched_g = fetch(g, fetched_g, to + columns, size)
+                fetched_x = fetch(x, fetched_x, base + (z * height + y) * width + columns, size)
                 for t in range(table.shape[0]):
                     a, b, c = table[t, 1], table[t, 2], table[t, 3]
                     if 0 <= z + a < depth and 0 <= y + b < height:
@@ -137,7 +137,7 @@ def _products(total: Any, g: Any, x: Any, table: Any, shape: Any, lengths: Any) 
                         end = min(columns, width - c)
                         for begin in range(max(0, -c), end, STRETCH):
                             u, v = np.uint64(to + begin), np.uint64(row + begin + c)
-                            part = g.dtype.type(0)
+                            partial = g.dtype.type(0)
                             for j in range(min(STRETCH, end - begin)):
-                                part += g[u + np.uint64(j)] * x[v + np.uint64(j)]
-                            total[channel, t] += part
+                                partial += g[u + np.uint64(j)] * x[v + np.uint64(j)]
+                            total[channel, t] += partial

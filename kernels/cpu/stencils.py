@@ -1,4 +1,4 @@
-"""Stencils, with one reading and one writing of memory: by `spmd.kernels.cpu.shifts` with numba, else by
+"""Stencils that read and write memory once: by `spmd.kernels.cpu.shifts` with numba, else by
 `spmd.kernels.cpu.neighbours`.
 """
 
@@ -18,8 +18,6 @@ from spmd.kernels.cpu.shifts import shifted_products, shifted_sums
 from spmd.kernels.memory import pool
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 Pair = tuple[int, int]
 Offsets = Sequence[Sequence[int]]
 
@@ -33,14 +31,14 @@ def stencil(
     """
     wide = accurate(x.dtype)
     if wide != x.dtype:
-        made = stencil(x.astype(wide), offsets, weights, padding, loose)
-        with np.errstate(all="ignore"):  # Nothing is told of overflow: it may be that of loose ends.
-            return made.astype(x.dtype)
-    source, table, lengths = _three(x, offsets, padding)
-    made = pool.empty((*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :]), x.dtype)
-    out = made.reshape(source.shape[0], *lengths)
+        result = stencil(x.astype(wide), offsets, weights, padding, loose)
+        with np.errstate(all="ignore"):  # an overflow may be one of loose ends
+            return result.astype(x.dtype)
+    source, table, lengths = _as_3d(x, offsets, padding)
+    result = pool.empty((*x.shape[: x.ndim - len(padding)], *lengths[3 - len(padding) :]), x.dtype)
+    out = result.reshape(source.shape[0], *lengths)
     if out.size == 0:
-        return made
+        return result
     factors = np.asarray([np.asarray(w) for w in weights]).astype(x.dtype)
     if source.size == 0:
         out.fill(0)
@@ -48,30 +46,30 @@ def stencil(
         shifted_sums(out, np.ascontiguousarray(source)[:, None], table, factors[None])
     else:
         weighted_sums(out, source, table[:, 1:], factors, [3 - len(padding) + d for d in loose])
-    return made
+    return result
 
 
 def stencil_weights(g: np.ndarray, x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> np.ndarray:
     """For each offset the sum over i of g[i] * x[i + offset]."""
     dtype = np.result_type(g, x)
     wide = accurate(dtype)
-    source, table, lengths = _three(x.astype(wide, copy=False), offsets, padding)
-    given = np.ascontiguousarray(g, wide).reshape(source.shape[0], *lengths)
-    if wide.char in "fd" and jit.fits(given, source):
+    source, table, lengths = _as_3d(x.astype(wide, copy=False), offsets, padding)
+    wide_g = np.ascontiguousarray(g, wide).reshape(source.shape[0], *lengths)
+    if wide.char in "fd" and jit.fits(wide_g, source):
         source = np.ascontiguousarray(source)[:, None]
-        return shifted_products(given, source, table, 1)[0].astype(dtype)
-    total = np.zeros(len(table), wide if wide.kind == "c" else np.float64)
+        return shifted_products(wide_g, source, table, 1)[0].astype(dtype)
+    weights = np.zeros(len(table), wide if wide.kind == "c" else np.float64)
     for k, (_, *at) in enumerate(table):
-        box = [inside(int(a), n, m) for a, n, m in zip(at, source.shape[1:], lengths, strict=True)]
-        if all(a < b for a, b in box):
-            to = tuple(slice(a, b) for a, b in box)
-            of = tuple(slice(a + int(s), b + int(s)) for (a, b), s in zip(box, at, strict=True))
-            total[k] = sum(_dot(a[to], b[of]) for a, b in zip(given, source, strict=True))
-    return total.astype(dtype)
+        spans = [inside(int(a), n, m) for a, n, m in zip(at, source.shape[1:], lengths, strict=True)]
+        if all(a < b for a, b in spans):
+            target = tuple(slice(a, b) for a, b in spans)
+            read = tuple(slice(a + int(s), b + int(s)) for (a, b), s in zip(spans, at, strict=True))
+            weights[k] = sum(_dot(a[target], b[read]) for a, b in zip(wide_g, source, strict=True))
+    return weights.astype(dtype)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> Any:
-    """The sum of a * b, three dimensions each, some layers and rows at a time: both are contiguous in no other way."""
+    """The sum of a * b, of three dimensions each, by some rows of a layer at a time: only these are contiguous."""
     step = max(1, CACHE // max(1, a.shape[2] * a.itemsize))
     total = a.dtype.type(0) if a.dtype.kind == "c" else 0.0
     for z in range(a.shape[0]):
@@ -80,17 +78,17 @@ def _dot(a: np.ndarray, b: np.ndarray) -> Any:
     return total
 
 
-def _three(x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-    """x with one leading and three spatial dimensions; for each offset 0, a plane, and where it is read, counted from
-    the entry of the same index of the result; the lengths of the result."""
+def _as_3d(x: np.ndarray, offsets: Offsets, padding: Sequence[Pair]) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """x with one leading and three spatial dimensions; the table of taps for `shifts`, with 0, the plane, and the shift
+    against the result; the lengths of the result."""
     dims = len(padding)
     lead, n = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :]
-    table, lengths = _places(n, tuple(map(tuple, offsets)), tuple(map(tuple, padding)))
+    table, lengths = _taps(n, tuple(map(tuple, offsets)), tuple(map(tuple, padding)))
     return x.reshape(math.prod(lead), *(1,) * (3 - dims), *n), table, lengths
 
 
 @lru_cache(maxsize=1024)
-def _places(
+def _taps(
     n: tuple[int, ...], offsets: tuple[tuple[int, ...], ...], padding: tuple[Pair, ...]
 ) -> tuple[np.ndarray, tuple[int, ...]]:
     dims, ends = len(padding), reach(offsets)

@@ -1,6 +1,5 @@
-"""Steps of optimisers: every array is read or written once.
-
-Each operation is rounded by itself, so a step has the bits of its formula in NumPy.
+"""Optimiser steps that read or write each array once. Each operation is rounded by itself, so a step has the bits of
+its formula in NumPy.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import numpy as np
 from spmd.kernels import jit
 from spmd.kernels.cpu.chunks import CACHE, accurate
 from spmd.kernels.memory import pool
-
-__all__ = ["adamw", "sgd"]
 
 
 def sgd(
@@ -45,44 +42,44 @@ def adamw(
 
 
 class _Step(NamedTuple):
-    """One formula: loops that write new arrays, loops that write over the parameters and the state, and NumPy."""
+    """A formula: loops that write new arrays, loops that overwrite the parameters and the state, and NumPy."""
 
-    rows: jit.Loops
-    rows_over: jit.Loops
-    plain: Callable[..., None]
+    loops: jit.Loops
+    loops_over: jit.Loops
+    numpy: Callable[..., None]
 
 
 def _stepped(
     step: _Step, over: bool, arrays: tuple[np.ndarray, ...], *numbers: float, flag: bool = False
 ) -> tuple[np.ndarray, ...]:
-    """The results, the first like the parameters, the others like the state. Short numbers are widened in pieces."""
+    """The results, the first like the parameters, the others like the state. Short dtypes are widened in pieces."""
     p, _, *state = arrays
     wide = accurate(p.dtype)
     scalars = tuple([wide.type(n) for n in numbers])
-    at_once = compiled = wide.char in "fd" and jit.available()
+    in_one_call = compiled = wide.char in "fd" and jit.available()
     for a in arrays:
         if a.dtype is not wide:
-            compiled, at_once = compiled and a.dtype.isnative, at_once and a.dtype == wide
+            compiled, in_one_call = compiled and a.dtype.isnative, in_one_call and a.dtype == wide
     outs = [p, *state] if over else [pool.empty(p.shape, wide if k else p.dtype) for k in range(1 + len(state))]
     # Loops are compiled for contiguous arrays: a view of one dimension may have strides.
     flat = [(a if a.flags.c_contiguous else np.ascontiguousarray(a)).reshape(-1) for a in arrays]
-    if compiled and at_once:
+    if compiled and in_one_call:
         if over:
-            step.rows_over(*flat, scalars, flag)
+            step.loops_over(*flat, scalars, flag)
         else:
-            step.rows(*[o.reshape(-1) for o in outs], *flat, scalars, flag)
+            step.loops(*[o.reshape(-1) for o in outs], *flat, scalars, flag)
         return tuple(outs)
-    into = [o.reshape(-1) for o in outs]
+    flat_outs = [o.reshape(-1) for o in outs]
     length = CACHE // wide.itemsize
     for start in range(0, p.size, length):
         piece = slice(start, start + length)
         parts = [a[piece].astype(wide, copy=False) for a in flat]
-        # What is read of is not written to before all is computed.
-        made = [np.empty(len(parts[0]), wide) if over or o.dtype != wide else o[piece] for o in into]
-        (step.rows if compiled else step.plain)(*made, *parts, scalars, flag)
-        for o, new in zip(into, made, strict=True):
+        # Nothing that is read is written before all is computed.
+        results = [np.empty(len(parts[0]), wide) if over or o.dtype != wide else o[piece] for o in flat_outs]
+        (step.loops if compiled else step.numpy)(*results, *parts, scalars, flag)
+        for o, result in zip(flat_outs, results, strict=True):
             if over or o.dtype != wide:
-                o[piece] = new
+                o[piece] = result
     return tuple(outs)
 
 
@@ -104,7 +101,7 @@ def _descend_over(p: Any, g: Any, numbers: Any, _flag: Any) -> None:
         p[i] = _descended(p[i], g[i], numbers)
 
 
-def _descend_plain(out: np.ndarray, p: np.ndarray, g: np.ndarray, numbers: Any, _flag: bool) -> None:
+def _descend_numpy(out: np.ndarray, p: np.ndarray, g: np.ndarray, numbers: Any, _flag: bool) -> None:
     (rate,) = numbers
     np.multiply(g, rate, out=out)
     np.subtract(p, out, out=out)
@@ -129,7 +126,7 @@ def _momentum_over(p: Any, g: Any, v: Any, numbers: Any, nesterov: Any) -> None:
         p[i], v[i] = _with_momentum(p[i], g[i], v[i], numbers, nesterov)
 
 
-def _momentum_plain(out, sums, p, g, v, numbers: Any, nesterov: bool) -> None:
+def _momentum_numpy(out, sums, p, g, v, numbers: Any, nesterov: bool) -> None:
     rate, momentum = numbers
     np.multiply(v, momentum, out=sums)
     sums += g
@@ -163,7 +160,7 @@ def _adamw_over(p: Any, g: Any, m: Any, s: Any, numbers: Any, decays: Any) -> No
         p[i], m[i], s[i] = _adapted(p[i], g[i], m[i], s[i], numbers, decays)
 
 
-def _adamw_plain(out, mean, square, p, g, m, s, numbers: Any, decays: bool) -> None:
+def _adamw_numpy(out, mean, square, p, g, m, s, numbers: Any, decays: bool) -> None:
     rate, b1, rest1, unbias1, b2, rest2, unbias2, eps, decay = numbers
     other = np.empty_like(out)
     np.multiply(m, b1, out=mean)
@@ -183,6 +180,6 @@ def _adamw_plain(out, mean, square, p, g, m, s, numbers: Any, decays: bool) -> N
     np.subtract(p, out, out=out)
 
 
-_DESCEND = _Step(_descend, _descend_over, _descend_plain)
-_MOMENTUM = _Step(_momentum, _momentum_over, _momentum_plain)
-_ADAMW = _Step(_adamw, _adamw_over, _adamw_plain)
+_DESCEND = _Step(_descend, _descend_over, _descend_numpy)
+_MOMENTUM = _Step(_momentum, _momentum_over, _momentum_numpy)
+_ADAMW = _Step(_adamw, _adamw_over, _adamw_numpy)

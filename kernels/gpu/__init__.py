@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from spmd.kernels.registry import finder
+from spmd.kernels.registry import lazy_getattr
 
-__getattr__ = finder(__name__, globals())
+__getattr__ = lazy_getattr(__name__, globals())

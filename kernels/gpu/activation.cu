@@ -1,4 +1,4 @@
-// The forms of activations and their derivatives; kernels/reference/activation.py says what they are.
+// The forms of activations and their derivatives, as in kernels/reference/activation.py.
 
 enum { RAMP, GATE, DECAY, SOFTPLUS, TANH, MISH, NORMAL };
 
@@ -71,7 +71,7 @@ template <class A> __device__ inline A slope_of(A z, index_t which, const Number
     }
 }
 
-// f(entry, its place) of all entries. bias: n numbers that repeat, or null.
+// out = f(entry, its index) for all entries.
 template <class T, class F> __device__ inline void each(T* out, const T* x, index_t size, F f) {
     const index_t width = Pack<T>::width;
     if (packable<T>(x, 0) && packable<T>(out, 0)) {

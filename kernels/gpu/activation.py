@@ -10,9 +10,7 @@ import numpy as np
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
 from spmd.kernels.reference.activation import form
 
-__all__ = ["activate", "activate_vjp"]
-
-# Exact: a fused product and sum would move the kinks.
+# Exact: a fused product and sum moves the kinks.
 _activate, _activate_vjp = (
     Kernel("activation", name, over(FLOATING), exact=True) for name in ("activate", "activate_vjp")
 )
@@ -24,7 +22,7 @@ def activate(x: Any, bias: Any, kind: str, alpha: float = 1.0) -> Any:
 
 
 def activate_vjp(g: Any, x: Any, bias: Any, kind: str, alpha: float = 1.0, into: Any = None) -> Any:
-    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, g itself say."""
+    """g * f'(x + bias). into: a C-contiguous array of its shape and dtype to write it into, such as g itself."""
     return _each(_activate_vjp, (x, g), bias, kind, alpha, into)
 
 

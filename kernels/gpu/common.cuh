@@ -1,6 +1,6 @@
-// What all sources share. No header is included: NVRTC has none of its own.
+// Shared by all sources. No header is included: NVRTC has none of its own.
 //
-// T is the type that memory holds, acc_t<T> the one that is computed in: float for the short types.
+// T is the type in memory, acc_t<T> the one to compute in: float for the short types.
 
 typedef long long index_t;
 
@@ -49,7 +49,7 @@ template <> struct narrowing<half_t> { __device__ static half_t of(float x) { re
 template <> struct narrowing<bfloat_t> { __device__ static bfloat_t of(float x) { return float_to_bfloat(x); } };
 template <class T, class A> __device__ inline T narrow(A x) { return narrowing<T>::of(x); }
 
-// Complex numbers: what kernels need of them.
+// Complex numbers, as far as kernels need them.
 template <class T> __device__ inline complex_t<T> operator+(complex_t<T> a, complex_t<T> b) {
     return complex_t<T>{a.re + b.re, a.im + b.im};
 }
@@ -87,12 +87,11 @@ template <class T> __device__ inline bool packable(const void* p, index_t n) {
     return ((unsigned long long)p & 15) == 0 && n % Pack<T>::width == 0;
 }
 
-// Every thread of a grid goes through the items i = first, first + stride, ...
+// A thread of a grid handles the items i = first, first + stride, ...
 __device__ inline index_t grid_first() { return (index_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ inline index_t grid_stride() { return (index_t)gridDim.x * blockDim.x; }
 
-// An array entry by entry: step(place, how many), as many at once as make 16 bytes where `packs` says that all arrays
-// lie so.
+// An array entry by entry: step(index, count), as many at once as make 16 bytes if `packs`: all arrays are aligned so.
 template <class T, class F> __device__ inline void each_pack(index_t n, bool packs, F step) {
     constexpr int width = Pack<T>::width;
     index_t whole = packs ? n / width : 0;
@@ -100,7 +99,7 @@ template <class T, class F> __device__ inline void each_pack(index_t n, bool pac
     for (index_t i = whole * width + grid_first(); i < n; i += grid_stride()) step(i, 1);
 }
 
-// A piece of an array, moved at once where it is whole.
+// A piece of an array, moved by 16 bytes where it is whole.
 template <class T, int N> struct alignas(16) Piece { T at[N]; };
 template <class T, int N> __device__ inline void get(Piece<T, N>& to, const T* from, int count) {
     if (count == N && sizeof(to) % 16 == 0) {
@@ -117,8 +116,8 @@ template <class T, int N> __device__ inline void set(T* to, const Piece<T, N>& f
     }
 }
 
-// Reductions over a block of one dimension: every thread gives a value and gets the result. At most 1024 threads,
-// in whole warps.
+// Reductions over a block of one dimension: each thread gives a value and gets the result. At most 1024 threads, in whole
+// warps.
 struct add_op { template <class A> __device__ static A of(A a, A b) { return a + b; } };
 struct max_op { template <class A> __device__ static A of(A a, A b) { return a != a || a > b ? a : b; } };
 
@@ -131,7 +130,7 @@ template <class Op, class A> __device__ inline A block_reduce(A x, A neutral) {
     __shared__ A partial[32];
     for (int step = 16; step > 0; step >>= 1) x = Op::of(x, shuffle_xor(x, step));
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, warps = (blockDim.x + 31) >> 5;
-    __syncthreads();  // a reduction before this one has been read
+    __syncthreads();  // an earlier reduction has been read
     if (lane == 0) partial[warp] = x;
     __syncthreads();
     x = lane < warps ? partial[lane] : neutral;
@@ -139,8 +138,8 @@ template <class Op, class A> __device__ inline A block_reduce(A x, A neutral) {
     return x;
 }
 
-// A row, shared by the threads of a block: f(entry, its place) of every entry that this thread has. map_row writes what
-// f gives to the same place of out.
+// A row, shared by the threads of a block: f(entry, its index) for each entry that this thread has. map_row writes the
+// results to out.
 template <class T, class F> __device__ inline void each_of_row(const T* x, index_t n, F f) {
     if (packable<T>(x, n)) {
         for (index_t j = threadIdx.x; j < n / Pack<T>::width; j += blockDim.x) {

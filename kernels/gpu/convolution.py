@@ -1,5 +1,5 @@
-"""Convolution and its adjoints: products of matrices of what each output sees, by cuBLAS; direct sums where few terms
-make an output."""
+"""Convolution and its adjoints: matrix products over the inputs of each output, by cuBLAS; direct sums where an output
+has few terms."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import numpy as np
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, REAL, Kernel, blocks_for, over
 from spmd.kernels.windows import output_length
 
-__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
-
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
 
@@ -25,15 +23,15 @@ _conv, _conv_input_adjoint, _conv_weight_adjoint = (
 
 _THREADS = 256
 
-_FEW = 64
-"""Terms of an output up to which the direct sum is taken: gathering them would move as much as it saves."""
+_DIRECT_MAX = 64
+"""Terms of an output up to which the sum is direct: to gather them would move as much as it saves."""
 
-_BYTES = 256 << 20
-"""Memory for what the outputs of some examples see."""
+_COLUMN_BYTES = 256 << 20
+"""Bytes for the gathered inputs of some examples."""
 
 
 def im2col(x: Any, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> Any:
-    """What each output sees: x (N, C, *n) -> (N, C, *k, *m)."""
+    """The inputs of each output: x (N, C, *n) -> (N, C, *k, *m)."""
     x = cp.ascontiguousarray(x)
     m = _outputs(x.shape[2:], kernel, stride, padding, dilation)
     cols = cp.empty((*x.shape[:2], *kernel, *m), x.dtype)
@@ -43,7 +41,7 @@ def im2col(x: Any, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilati
 
 
 def col2im(cols: Any, shape: Shape, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape) -> Any:
-    """Adds what each output saw where it came from: cols (N, C, *k, *m) -> (N, C, *shape)."""
+    """Add the inputs of each output where they were read: cols (N, C, *k, *m) -> (N, C, *shape)."""
     cols = cp.ascontiguousarray(cols)
     x = cp.empty((*cols.shape[:2], *shape), cols.dtype)
     geometry = _geometry(shape, cols.shape[2 + len(kernel) :], kernel, stride, padding, dilation)
@@ -53,21 +51,21 @@ def col2im(cols: Any, shape: Shape, kernel: Shape, stride: Shape, padding: Seque
 
 def conv(x: Any, w: Any, stride: Shape, padding: Sequence[Pair], dilation: Shape, groups: int) -> Any:
     """x (N, C, *n), w (O, C / groups, *k) -> (N, O, *m)."""
-    x, w = _alike(x, w)
+    x, w = _contiguous(x, w)
     kernel = w.shape[2:]
     m = _outputs(x.shape[2:], kernel, stride, padding, dilation)
     out = cp.empty((x.shape[0], w.shape[0], *m), x.dtype)
-    seen = math.prod(w.shape[1:])
-    if 0 in out.shape or 0 in x.shape or seen == 0:
+    terms = math.prod(w.shape[1:])
+    if 0 in out.shape or 0 in x.shape or terms == 0:
         out[...] = 0
-    elif seen <= _FEW and x.dtype.kind != "c":
+    elif terms <= _DIRECT_MAX and x.dtype.kind != "c":
         geometry = _geometry(x.shape[2:], m, kernel, stride, padding, dilation)
         _direct(_conv, out, (x, w), w.shape, groups, geometry, blocks_for(out.size, _THREADS))
     else:
-        filters = _wide(w).reshape(groups, w.shape[0] // groups, seen)
-        for part, of in _examples(x, kernel, stride, padding, dilation, groups):
+        filters = _wide(w).reshape(groups, w.shape[0] // groups, terms)
+        for part, examples in _column_pieces(x, kernel, stride, padding, dilation, groups):
             products: Any = cp.matmul(filters, part)
-            out[of] = products.reshape(-1, w.shape[0], *m)
+            out[examples] = products.reshape(-1, w.shape[0], *m)
     return out
 
 
@@ -75,18 +73,18 @@ def conv_input_adjoint(
     g: Any, w: Any, shape: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape, groups: int
 ) -> Any:
     """g (N, O, *m), w -> (N, C, *shape)."""
-    g, w = _alike(g, w)
+    g, w = _contiguous(g, w)
     kernel, m = w.shape[2:], g.shape[2:]
     out = cp.empty((g.shape[0], groups * w.shape[1], *shape), g.dtype)
-    filters, seen = w.shape[0] // max(1, groups), math.prod(w.shape[1:])
-    if 0 in g.shape or 0 in out.shape or seen == 0:
+    filters, terms = w.shape[0] // max(1, groups), math.prod(w.shape[1:])
+    if 0 in g.shape or 0 in out.shape or terms == 0:
         out[...] = 0
-    elif filters * math.prod(kernel) <= _FEW and g.dtype.kind != "c":
+    elif filters * math.prod(kernel) <= _DIRECT_MAX and g.dtype.kind != "c":
         geometry = _geometry(shape, m, kernel, stride, padding, dilation)
         _direct(_conv_input_adjoint, out, (g, w), w.shape, groups, geometry, blocks_for(out.size, _THREADS))
     else:
-        transposed = _wide(w).reshape(groups, filters, seen).swapaxes(1, 2)
-        step = max(1, _BYTES // (groups * seen * math.prod(m) * 8))
+        transposed = _wide(w).reshape(groups, filters, terms).swapaxes(1, 2)
+        step = max(1, _COLUMN_BYTES // (groups * terms * math.prod(m) * 8))
         for start in range(0, g.shape[0], step):
             part = _wide(g[start : start + step]).reshape(-1, groups, filters, math.prod(m))
             products: Any = cp.matmul(transposed, part)
@@ -99,20 +97,20 @@ def conv_weight_adjoint(
     g: Any, x: Any, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape, groups: int
 ) -> Any:
     """g (N, O, *m), x (N, C, *n) -> (O, C / groups, *kernel)."""
-    g, x = _alike(g, x)
+    g, x = _contiguous(g, x)
     m, filters, channels = g.shape[2:], g.shape[1] // groups, x.shape[1] // groups
     out = cp.empty((g.shape[1], channels, *kernel), g.dtype)
     if 0 in g.shape or 0 in x.shape or 0 in out.shape:
         out[...] = 0
-    elif channels * math.prod(kernel) <= _FEW and filters == 1 and x.dtype.kind != "c":
+    elif channels * math.prod(kernel) <= _DIRECT_MAX and filters == 1 and x.dtype.kind != "c":
         geometry = _geometry(x.shape[2:], m, kernel, stride, padding, dilation)
         _direct(_conv_weight_adjoint, out, (g, x), out.shape, groups, geometry, min(out.size, 1 << 16))
     else:
-        total: Any = 0
-        for part, of in _examples(x, kernel, stride, padding, dilation, groups):
-            some = _wide(g[of]).reshape(-1, groups, filters, math.prod(m))
-            total = total + cp.sum(cp.matmul(some, part.swapaxes(2, 3)), axis=0)
-        out[...] = total.reshape(out.shape)
+        sums: Any = 0
+        for part, examples in _column_pieces(x, kernel, stride, padding, dilation, groups):
+            wide_g = _wide(g[examples]).reshape(-1, groups, filters, math.prod(m))
+            sums = sums + cp.sum(cp.matmul(wide_g, part.swapaxes(2, 3)), axis=0)
+        out[...] = sums.reshape(out.shape)
     return out
 
 
@@ -120,28 +118,29 @@ def _outputs(shape: Shape, kernel: Shape, stride: Shape, padding: Sequence[Pair]
     return tuple(map(output_length, shape, kernel, stride, padding, dilation))
 
 
-def _alike(a: Any, b: Any) -> tuple[Any, Any]:
+def _contiguous(a: Any, b: Any) -> tuple[Any, Any]:
     """Both contiguous, of one dtype."""
     dtype = cp.result_type(a, b)
     return cp.ascontiguousarray(a, dtype), cp.ascontiguousarray(b, dtype)
 
 
 def _wide(x: Any) -> Any:
-    """Short numbers as float32, in which products of them are added up."""
+    """x, as float32 where its dtype is short: the dtype in which products are summed."""
     return x if x.dtype.name in (*REAL, *COMPLEX) else x.astype(np.float32)
 
 
-def _examples(
+def _column_pieces(
     x: Any, kernel: Shape, stride: Shape, padding: Sequence[Pair], dilation: Shape, groups: int
 ) -> Iterator[tuple[Any, slice]]:
-    """What the outputs of some examples at a time see: (examples, groups, terms, places), and which they are."""
+    """The inputs of the outputs of some examples at a time, (examples, groups, terms, places), and the slice of
+    these."""
     m = _outputs(x.shape[2:], kernel, stride, padding, dilation)
     terms, places = x.shape[1] // groups * math.prod(kernel), math.prod(m)
-    step = max(1, _BYTES // (groups * terms * places * 8))
+    step = max(1, _COLUMN_BYTES // (groups * terms * places * 8))
     for start in range(0, x.shape[0], step):
-        of = slice(start, start + step)
-        cols = im2col(_wide(x[of]), kernel, stride, padding, dilation)
-        yield cols.reshape(-1, groups, terms, places), of
+        examples = slice(start, start + step)
+        cols = im2col(_wide(x[examples]), kernel, stride, padding, dilation)
+        yield cols.reshape(-1, groups, terms, places), examples
 
 
 def _geometry(
@@ -149,8 +148,8 @@ def _geometry(
 ) -> tuple[int, ...]:
     """The parameters of the sources' Geometry: lengths, outputs, kernel, stride, low padding, dilation; three each."""
     rows = (shape, m, kernel, stride, tuple(low for low, _ in padding), dilation)
-    full = [(*(fill,) * (3 - len(row)), *row) for row, fill in zip(rows, (1, 1, 1, 1, 0, 1), strict=True)]
-    return tuple(int(n) for row in full for n in row)
+    padded_rows = [(*(fill,) * (3 - len(row)), *row) for row, fill in zip(rows, (1, 1, 1, 1, 0, 1), strict=True)]
+    return tuple(int(n) for row in padded_rows for n in row)
 
 
 def _launch(kernel: Kernel, out: Any, source: Any, count: int, planes: int, geometry: tuple[int, ...]) -> None:
@@ -160,8 +159,14 @@ def _launch(kernel: Kernel, out: Any, source: Any, count: int, planes: int, geom
 
 
 def _direct(
-    kernel: Kernel, out: Any, given: tuple[Any, Any], w: Shape, groups: int, geometry: tuple[int, ...], blocks: int
+    kernel: Kernel,
+    out: Any,
+    operands: tuple[Any, Any],
+    weight_shape: Shape,
+    groups: int,
+    geometry: tuple[int, ...],
+    blocks: int,
 ) -> None:
-    """Launch a direct sum; w: the shape of the weights, (O, C / groups, *k)."""
-    args = (out, *given, given[0].shape[0], groups, w[0] // groups, w[1], *geometry)
+    """Launch a direct sum. weight_shape: (O, C / groups, *k)."""
+    args = (out, *operands, operands[0].shape[0], groups, weight_shape[0] // groups, weight_shape[1], *geometry)
     kernel(out.dtype, grid=blocks, block=_THREADS, args=args)

@@ -1,4 +1,4 @@
-// Rows of a table by number. Columns go in pieces of 16 bytes where they can.
+// Rows of a table by index. Columns move in pieces of 16 bytes where they can.
 
 template <class T> __device__ inline void load(T* to, const T* from, int count, bool packs) {
     if (packs) {
@@ -8,14 +8,14 @@ template <class T> __device__ inline void load(T* to, const T* from, int count, 
     }
 }
 
-template <class T> struct no_number {
+template <class T> struct nan_of {
     __device__ static T value() { return narrow<T>(limits<float>::infinity() - limits<float>::infinity()); }
 };
-template <class T> struct no_number<complex_t<T>> {
-    __device__ static complex_t<T> value() { return {no_number<T>::value(), no_number<T>::value()}; }
+template <class T> struct nan_of<complex_t<T>> {
+    __device__ static complex_t<T> value() { return {nan_of<T>::value(), nan_of<T>::value()}; }
 };
 
-// -1 gives zeros. What is out of range shows: nobody waits for the device to look at ids.
+// -1 gives zeros, an id out of range NaN: a check on the host would wait for the device.
 template <class T> __global__ void take_rows(T* out, const T* table, const long long* ids, index_t n, index_t rows,
                                              index_t d) {
     constexpr int width = Pack<T>::width;
@@ -28,15 +28,15 @@ template <class T> __global__ void take_rows(T* out, const T* table, const long 
         if (id >= 0 && id < rows) {
             load(p.at, table + id * d + c, count, packs);
         } else {
-            T x = id == -1 ? narrow<T>(zero<acc_t<T>>()) : no_number<T>::value();
+            T x = id == -1 ? narrow<T>(zero<acc_t<T>>()) : nan_of<T>::value();
             for (int k = 0; k < width; ++k) p.at[k] = x;
         }
         load(out + i / tiles * d + c, p.at, count, packs);
     }
 }
 
-// A block of 8 warps for a row and 32 pieces of its columns. ids are sorted, and `order` says where they were; each warp
-// takes every eighth entry of the row, and the sums of the warps are added in order.
+// A block of 8 warps for a row and 32 pieces of its columns. ids are sorted, and `order` has their indices before that.
+// Each warp takes every eighth entry of the row, and the sums of the warps are added in order.
 template <class T> __global__ void add_rows(T* out, const long long* ids, const long long* order, const T* g, index_t n,
                                             index_t rows, index_t d) {
     typedef acc_t<T> A;

@@ -1,4 +1,4 @@
-"""Interpolation: along an axis by given taps, and at arbitrary points."""
+"""Interpolation along an axis by given taps, and at arbitrary points."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from spmd.kernels.gpu.source import FLOATING, REAL, Kernel, over, uploaded
+from spmd.kernels.gpu.source import FLOATING, REAL, Kernel, over, row_grid, uploaded
 from spmd.kernels.taps import BOUNDARIES, nearest_shift, polynomials
-
-__all__ = ["inject", "resample", "sample"]
 
 Ints = tuple[int, ...]
 
@@ -38,7 +36,7 @@ def resample(x: Any, index: Any, weight: Any, axis: int) -> Any:
     weight = cp.ascontiguousarray(weight).astype(np.float64 if dtype == np.float64 else np.float32, copy=False)
     index = cp.ascontiguousarray(index).astype(np.int32, copy=False)
     outer, m, taps = math.prod(out.shape[:axis]), *index.shape
-    grid, block = _grid(outer, m * inner)
+    grid, block = row_grid(outer, m * inner, 1 << 15)
     args = (into, x, index, weight, outer, x.shape[axis] if inner else 0, m, inner, taps)
     _resample(dtype, grid=grid, block=block, args=args)
     return out
@@ -52,8 +50,8 @@ def sample(x: Any, points: Any, method: str, boundary: str, orders: Ints, cubic:
     out = cp.zeros((x.shape[0], points.shape[0]), x.dtype)
     if out.size and x.size:
         x, points = cp.ascontiguousarray(x), cp.ascontiguousarray(points)
-        grid, block = _grid(*out.shape)
-        args = (out, x, points, _table(method, orders, cubic), *out.shape, *_told(x.shape[1:], method, boundary))
+        grid, block = row_grid(x.shape[0], points.shape[0], 1 << 15)
+        args = (out, x, points, _table(method, orders, cubic), *out.shape, *_parameters(x.shape[1:], method, boundary))
         _sample(x.dtype, points.dtype, grid=grid, block=block, args=args)
     return out
 
@@ -67,14 +65,14 @@ def inject(g: Any, points: Any, shape: Ints, method: str, boundary: str, orders:
     if out.size and g.size:
         g, points = cp.ascontiguousarray(g), cp.ascontiguousarray(points)
         channels, m = g.shape
-        told = _told(shape, method, boundary)
-        taps = told[1] ** told[0]
+        parameters = _parameters(shape, method, boundary)
+        taps = parameters[1] ** parameters[0]
         place, weight = cp.empty(m * taps, np.int64), cp.empty(m * taps, np.float64)
-        grid, block = _grid(1, m)
-        args = (place, weight, points, _table(method, orders, cubic), m, *told)
+        grid, block = row_grid(1, m, 1 << 15)
+        args = (place, weight, points, _table(method, orders, cubic), m, *parameters)
         _inject_taps(points.dtype, grid=grid, block=block, args=args)
         order = cp.argsort(place, kind="stable")
-        grid, block = _grid(channels, m * taps)
+        grid, block = row_grid(channels, m * taps, 1 << 15)
         args = (out, g, place, weight, order, channels, m, taps, math.prod(shape))
         _inject(g.dtype, grid=grid, block=block, args=args)
     return out
@@ -87,26 +85,17 @@ def _complex(real: Any, imag: Any, dtype: Any) -> Any:
     return out
 
 
-def _told(shape: Ints, method: str, boundary: str) -> tuple:
-    """What the sources are told of points: dims, taps, shift, boundary, and three lengths."""
+def _parameters(shape: Ints, method: str, boundary: str) -> tuple:
+    """Parameters of the sources: dims, taps, shift, boundary, and three lengths."""
     taps = len(polynomials(method))
     lengths = (*(1,) * (3 - len(shape)), *shape)
     return (len(shape), taps, nearest_shift(method), BOUNDARIES.index(boundary), *lengths)
 
 
 def _table(method: str, orders: Ints, cubic: float) -> Any:
-    return uploaded(_numbers(method, orders, cubic))
+    return uploaded(_polynomials(method, orders, cubic))
 
 
 @cache
-def _numbers(method: str, orders: Ints, cubic: float) -> np.ndarray:
+def _polynomials(method: str, orders: Ints, cubic: float) -> np.ndarray:
     return np.array([polynomials(method, cubic, order) for order in orders])
-
-
-def _grid(rows: int, n: int) -> tuple[Ints, Ints]:
-    """Blocks of 256 threads that share as many rows as fit."""
-    along = 32
-    while along < min(n, 256):
-        along *= 2
-    beside = 256 // along
-    return (min(-(-rows // beside), 1 << 20), min(-(-n // along), 1 << 15)), (along, beside)

@@ -1,4 +1,4 @@
-// Blocks that are put together: each thread takes as many entries as make 16 bytes, of every block in turn.
+// Sums of blocks: each thread takes as many entries as make 16 bytes, of every block in turn.
 
 template <class T> __global__ void add(T* out, const T* b0, const T* b1, const T* b2, const T* b3, const T* b4,
                                        const T* b5, const T* b6, const T* b7, index_t count, index_t n, index_t packs) {

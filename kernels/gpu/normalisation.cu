@@ -1,5 +1,5 @@
-// Rows: a block for each. Channels: a block for `lanes` of them, 32 where a channel's numbers lie apart (inner = 1), so
-// that threads side by side read numbers side by side; blockIdx.y says which part of the places it goes through.
+// Rows: a block for each. Channels: a block for `lanes` of them, 32 where the entries of a channel are not neighbours
+// (inner = 1), so that neighbouring threads read neighbours; blockIdx.y is the part of the entries that it reads.
 
 template <class A> __device__ inline A over_lanes(A x, int lanes) {  // the sum over the threads of a lane, to all
     if (lanes == 1) return block_reduce<add_op>(x, A(0));
@@ -12,8 +12,8 @@ template <class A> __device__ inline A over_lanes(A x, int lanes) {  // the sum 
     return sum;
 }
 
-// f(offset) of every place of a channel that this thread has.
-template <class F> __device__ inline void each_place(index_t c, index_t outer, index_t channels, index_t inner,
+// f(offset) for the entries of a channel that this thread has.
+template <class F> __device__ inline void each_entry(index_t c, index_t outer, index_t channels, index_t inner,
                                                      index_t lanes, F f) {
     index_t places = outer * inner, part = (places + gridDim.y - 1) / gridDim.y;
     index_t stop = (blockIdx.y + 1) * part < places ? (blockIdx.y + 1) * part : places;
@@ -29,11 +29,11 @@ __global__ void moments(acc_t<T>* out, const T* x, index_t outer, index_t channe
         index_t c = first + threadIdx.x % lanes, count = 0;
         A sum = A(0), square = A(0), base = c < channels ? A(widen(x[c * inner])) : A(0);  // nearer to the mean than 0
         if (c < channels)
-            each_place(c, outer, channels, inner, lanes, [&](index_t i) { sum += A(widen(x[i])) - base; ++count; });
+            each_entry(c, outer, channels, inner, lanes, [&](index_t i) { sum += A(widen(x[i])) - base; ++count; });
         A n = over_lanes(A(count), (int)lanes);
         A mean = base + over_lanes(sum, (int)lanes) / (n > A(0) ? n : A(1));
         if (c < channels)
-            each_place(c, outer, channels, inner, lanes, [&](index_t i) {
+            each_entry(c, outer, channels, inner, lanes, [&](index_t i) {
                 A d = A(widen(x[i])) - mean;
                 square += d * d;
             });
@@ -55,7 +55,7 @@ __global__ void channel_sums(acc_t<T>* out, const T* g, const T* x, const acc_t<
         A first = A(0), second = A(0);
         if (c < channels) {
             A m = mean[c];
-            each_place(c, outer, channels, inner, lanes, [&](index_t i) {
+            each_entry(c, outer, channels, inner, lanes, [&](index_t i) {
                 A h = widen(g[i]);
                 first += h;
                 second += h * (A(widen(x[i])) - m);
@@ -147,7 +147,7 @@ __global__ void weights_vjp(acc_t<T>* out, const T* g, const T* x, const acc_t<T
         index_t c = start + threadIdx.x % 32;
         A first = A(0), second = A(0);
         if (c < n)
-            each_place(c, rows, n, 1, 32, [&](index_t i) {
+            each_entry(c, rows, n, 1, 32, [&](index_t i) {
                 A h = widen(g[i]);
                 first += h * ((A(widen(x[i])) - mean[i / n]) * rstd[i / n]);
                 second += h;

@@ -1,5 +1,5 @@
-"""Normalisation: a block of threads for each row, or for some channels. Sums over many rows are made in parts, which
-are added in a fixed order."""
+"""Normalisation: a block of threads for each row, or for some channels. Sums over many rows have parts, which are added
+in a fixed order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from spmd.kernels.gpu.source import FLOATING, Kernel, over
-
-__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
+from spmd.kernels.gpu.source import FLOATING, Kernel, over, row_threads
 
 _moments, _affine, _sums, _normalize, _normalize_vjp, _weights_vjp = (
     Kernel("normalisation", name, over(FLOATING))
@@ -25,7 +23,7 @@ def _wide(dtype: Any) -> np.dtype:
 
 
 def _plan(channels: int, places: int, inner: int) -> tuple[int, tuple[int, int], int]:
-    """Channels in a block; the grid of blocks over channels, and over parts of the places; and the number of parts."""
+    """The channels of a block; the grid, of blocks over channels and over parts of the places; the number of parts."""
     lanes = 32 if inner == 1 else 1
     parts = max(1, min(64, places // (16 * _THREADS // lanes)))
     return lanes, (min(-(-channels // lanes), 1 << 20), parts), parts
@@ -37,14 +35,14 @@ def moments(x: Any) -> Any:
     if not x.size:
         return cp.zeros((2, channels), _wide(x.dtype))
     lanes, grid, parts = _plan(channels, outer * inner, inner)
-    found = cp.empty((3, parts, channels), _wide(x.dtype))
-    args = (found, cp.ascontiguousarray(x), outer, channels, inner, lanes)
+    parts_of_sums = cp.empty((3, parts, channels), _wide(x.dtype))
+    args = (parts_of_sums, cp.ascontiguousarray(x), outer, channels, inner, lanes)
     _moments(x.dtype, grid=grid, block=_THREADS, args=args)
-    found = found.astype(np.float64)  # a few numbers
-    count, mean, square = found[0], found[1], found[2]
-    middle = cp.sum(count * mean, axis=0) / (outer * inner)
-    total = cp.sum(square + count * (mean - middle) ** 2, axis=0)
-    return cp.stack([middle, total]).astype(_wide(x.dtype))
+    parts_of_sums = parts_of_sums.astype(np.float64)
+    count, mean, square = parts_of_sums[0], parts_of_sums[1], parts_of_sums[2]
+    overall_mean = cp.sum(count * mean, axis=0) / (outer * inner)
+    squares = cp.sum(square + count * (mean - overall_mean) ** 2, axis=0)
+    return cp.stack([overall_mean, squares]).astype(_wide(x.dtype))
 
 
 def channel_affine(x: Any, mean: Any, scale: Any, shift: Any) -> Any:
@@ -65,11 +63,11 @@ def channel_sums(g: Any, x: Any, mean: Any) -> Any:
     if not x.size:
         return cp.zeros((2, channels), _wide(x.dtype))
     lanes, grid, parts = _plan(channels, outer * inner, inner)
-    found = cp.empty((2, parts, channels), _wide(x.dtype))
-    middle = cp.ascontiguousarray(mean.astype(found.dtype, copy=False))
-    args = (found, *map(cp.ascontiguousarray, (g, x)), middle, outer, channels, inner, lanes)
+    parts_of_sums = cp.empty((2, parts, channels), _wide(x.dtype))
+    wide_mean = cp.ascontiguousarray(mean.astype(parts_of_sums.dtype, copy=False))
+    args = (parts_of_sums, *map(cp.ascontiguousarray, (g, x)), wide_mean, outer, channels, inner, lanes)
     _sums(x.dtype, grid=grid, block=_THREADS, args=args)
-    return cp.sum(found, axis=1)
+    return cp.sum(parts_of_sums, axis=1)
 
 
 def normalize(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
@@ -80,7 +78,7 @@ def normalize(x: Any, weight: Any, bias: Any, eps: float, centred: bool) -> Any:
         n = x.shape[-1]
         arrays = (cp.ascontiguousarray(x), *(_or_null(a, wide) for a in (weight, bias)))
         args = (out, mean, rstd, *arrays, np.float64(eps), int(centred), x.size // n, n)
-        _normalize(x.dtype, grid=min(x.size // n, 1 << 20), block=_threads(n), args=args)
+        _normalize(x.dtype, grid=min(x.size // n, 1 << 20), block=row_threads(n), args=args)
     return out, mean, rstd
 
 
@@ -93,16 +91,12 @@ def normalize_vjp(g: Any, x: Any, weight: Any, mean: Any, rstd: Any, centred: bo
     g, x = map(cp.ascontiguousarray, (g, x))
     mean, rstd = (_or_null(a, wide) for a in (mean, rstd))
     args = (out, g, x, _or_null(weight, wide), mean, rstd, int(centred), rows, n)
-    _normalize_vjp(x.dtype, grid=min(rows, 1 << 20), block=_threads(n), args=args)
+    _normalize_vjp(x.dtype, grid=min(rows, 1 << 20), block=row_threads(n), args=args)
     _, grid, parts = _plan(n, rows, 1)
-    found = cp.empty((2, parts, n), wide)
-    _weights_vjp(x.dtype, grid=grid, block=_THREADS, args=(found, g, x, mean, rstd, rows, n))
-    total = cp.sum(found, axis=1)
+    parts_of_sums = cp.empty((2, parts, n), wide)
+    _weights_vjp(x.dtype, grid=grid, block=_THREADS, args=(parts_of_sums, g, x, mean, rstd, rows, n))
+    total = cp.sum(parts_of_sums, axis=1)
     return out, total[0], total[1]
-
-
-def _threads(n: int) -> int:
-    return min(1024, max(32, -(-n // 128) * 32))
 
 
 def _or_null(a: Any, dtype: np.dtype) -> Any:

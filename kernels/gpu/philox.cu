@@ -1,6 +1,6 @@
-// Philox4x32-10, and numbers from its words. A thread makes the four words of one counter, and of them the entries that
-// lie in its row. Each operation is rounded by itself (the source is compiled without fused products and sums), in the
-// order of kernels/cpu, so that the bits are the same.
+// Philox4x32-10, and numbers from its words. A thread makes the four words of one counter, and from them the entries of
+// its row. Each operation is rounded by itself (the source is compiled without fused products and sums), in the order of
+// kernels/cpu, so that the bits are the same.
 
 struct Words { unsigned int at[4]; };
 
@@ -29,7 +29,7 @@ __device__ inline void join(const Words& w, unsigned long long* out) {
 
 template <class T, int N> struct alignas(N * sizeof(T)) Together { T at[N]; };
 
-// rows runs of n entries each; run r begins at entry starts[r] of the whole.
+// `rows` rows of n entries each; row r begins at entry starts[r] of the whole.
 template <class T, class F>
 __device__ inline void fill(T* out, const unsigned int* key, unsigned int domain, const unsigned long long* starts,
                             index_t rows, index_t n, F make) {

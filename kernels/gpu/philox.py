@@ -1,4 +1,4 @@
-"""Random numbers by counting: a thread makes the words of one counter. The bits are those of the CPU."""
+"""Counter-based random numbers: a thread makes the words of one counter. The bits are those of the CPU."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.cpu.philox import extent, runs, top, truncated_ends
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
 
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
-
 _bits = Kernel("philox", "random_bits", over(("uint32", "uint64")), exact=True)
 _uniform, _normal, _truncated, _exponential, _gumbel = (
     Kernel("philox", f"random_{name}", over(FLOATING), exact=True)
@@ -29,34 +20,34 @@ _uniform, _normal, _truncated, _exponential, _gumbel = (
 
 def random_bits(key: Any, shape: tuple[int, ...], box: Any, dtype: Any, domain: int = 0) -> Any:
     """Random integers of all values of a dtype, uint32 or uint64."""
-    return _made(_bits, key, shape, box, dtype, domain)
+    return _drawn(_bits, key, shape, box, dtype, domain)
 
 
 def random_uniform(key: Any, shape: tuple[int, ...], box: Any, dtype: Any, low: float, high: float) -> Any:
-    """Numbers from low up to, and without, high."""
-    return _made(_uniform, key, shape, box, dtype, *_interval(dtype, low, high))
+    """Numbers from low up to, but without, high."""
+    return _drawn(_uniform, key, shape, box, dtype, *_interval(dtype, low, high))
 
 
 def random_normal(key: Any, shape: tuple[int, ...], box: Any, dtype: Any) -> Any:
     """Numbers of the normal distribution."""
-    return _made(_normal, key, shape, box, dtype)
+    return _drawn(_normal, key, shape, box, dtype)
 
 
 def random_truncated(key: Any, shape: tuple[int, ...], box: Any, dtype: Any, low: float, high: float) -> Any:
-    """Numbers of the normal distribution, given that they lie between low and high."""
+    """Numbers of the normal distribution, truncated to low and high."""
     side, ends = truncated_ends(low, high)
-    drawn = _interval(accurate(np.dtype(dtype)), *ends)
-    return _made(_truncated, key, shape, box, dtype, *drawn, np.float64(low), np.float64(high), side)
+    interval = _interval(accurate(np.dtype(dtype)), *ends)
+    return _drawn(_truncated, key, shape, box, dtype, *interval, np.float64(low), np.float64(high), side)
 
 
 def random_exponential(key: Any, shape: tuple[int, ...], box: Any, dtype: Any) -> Any:
     """Numbers of the exponential distribution, of mean 1."""
-    return _made(_exponential, key, shape, box, dtype)
+    return _drawn(_exponential, key, shape, box, dtype)
 
 
 def random_gumbel(key: Any, shape: tuple[int, ...], box: Any, dtype: Any) -> Any:
     """Numbers of the Gumbel distribution."""
-    return _made(_gumbel, key, shape, box, dtype)
+    return _drawn(_gumbel, key, shape, box, dtype)
 
 
 def _interval(dtype: Any, low: float, high: float) -> tuple[np.float64, ...]:
@@ -64,13 +55,13 @@ def _interval(dtype: Any, low: float, high: float) -> tuple[np.float64, ...]:
     return np.float64(low), np.float64(wide(high) - wide(low)), np.float64(top(dtype, low, high))
 
 
-def _made(kernel: Kernel, key: Any, shape: tuple[int, ...], box: Any, dtype: Any, *options: Any) -> Any:
+def _drawn(kernel: Kernel, key: Any, shape: tuple[int, ...], box: Any, dtype: Any, *options: Any) -> Any:
     out = cp.empty(extent(box), np.dtype(dtype))
     if out.size:
         starts, n = runs(shape, box, cp)
         rows = out.size // n
-        each = 2 if out.itemsize == 8 else 4
-        grid = blocks_for(rows * (n // each + 2), 256)
+        entries_per_counter = 2 if out.itemsize == 8 else 4
+        grid = blocks_for(rows * (n // entries_per_counter + 2), 256)
         args = (out, cp.ascontiguousarray(key), starts, rows, n, *options)
         kernel(out.dtype, grid=grid, block=256, args=args)
     return out

@@ -1,12 +1,12 @@
-// Threads along the last dimension, rows of it over the blocks. An output, or an entry of a cotangent, is computed by one
-// thread, which goes through what it reads in a fixed order; neighbours read neighbours, and share the cache.
+// Threads along the last dimension, rows over the blocks. One thread computes an output, or an entry of a cotangent, and
+// reads in a fixed order. Neighbouring threads read neighbours, which share the cache.
 //
 // A dimension: n inputs, m outputs; kernel k, stride s, dilation r, padding l before; taps in from:to count.
 #define AXIS(a) index_t n##a, index_t m##a, index_t k##a, index_t s##a, index_t r##a, index_t l##a, \
     index_t from##a, index_t to##a
 #define AXES AXIS(d), AXIS(h), AXIS(w)
 
-// The rows of a grid (planes, lengths d, h), and the places along each.
+// The rows of a grid (planes, lengths d, h), and the entries along each.
 #define FOR_ROWS(planes, nd, nh) \
     for (index_t row = (index_t)blockIdx.x * blockDim.y + threadIdx.y; row < (planes) * (nd) * (nh); \
          row += (index_t)gridDim.x * blockDim.y)
@@ -37,21 +37,21 @@ template <class T, class I> __global__ void max_pool(T* top, I* index, const T* 
             index_t w0 = ow * sw - lw;
             Range jws = taps_in(w0, kw, rw, 0, nw);
             A best = -limits<A>::infinity();
-            index_t won = -1;
+            index_t best_index = -1;
             for (index_t jd = jds.first; jd < jds.end; ++jd)
                 for (index_t jh = jhs.first; jh < jhs.end; ++jh) {
                     index_t base = ((d0 + jd * rd) * nh + h0 + jh * rh) * nw + w0;
                     const T* from = x + p * nd * nh * nw + base;
                     for (index_t jw = jws.first; jw < jws.end; ++jw) {
                         A v = widen(from[jw * rw]);
-                        if ((!(v <= best) && best == best) || won < 0) {
+                        if ((!(v <= best) && best == best) || best_index < 0) {
                             best = v;
-                            won = base + jw * rw;
+                            best_index = base + jw * rw;
                         }
                     }
                 }
             top[row * mw + ow] = narrow<T>(best);
-            index[row * mw + ow] = I(won);
+            index[row * mw + ow] = I(best_index);
         }
     }
 }
@@ -91,7 +91,7 @@ template <class R> struct real_of<complex_t<R>> { typedef R type; };
 template <class A> __device__ inline A scaled(A x, A by) { return x * by; }
 template <class R> __device__ inline complex_t<R> scaled(complex_t<R> x, R by) { return {x.re * by, x.im * by}; }
 
-// 1 / the taps that count.
+// The number of taps that count.
 #define COUNT(a, o) counted(o * s##a - l##a, k##a, r##a, from##a, to##a)
 __device__ inline index_t counted(index_t start, index_t k, index_t r, index_t from, index_t to) {
     Range taps = taps_in(start, k, r, from, to);
@@ -130,7 +130,7 @@ template <class T> __global__ void avg_pool_vjp(T* out, const T* g, index_t plan
             Range ows = outputs_of(w, mw, kw, sw, rw, lw);
             A sum = zero<A>();
             for (index_t od = ods.first; od < ods.end; ++od) {
-                if ((d + ld - od * sd) % rd) continue;  // it reads between the dilated taps
+                if ((d + ld - od * sd) % rd) continue;  // i lies between dilated taps
                 for (index_t oh = ohs.first; oh < ohs.end; ++oh) {
                     if ((h + lh - oh * sh) % rh) continue;
                     const T* from = g + ((p * md + od) * mh + oh) * mw;

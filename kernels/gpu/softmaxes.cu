@@ -8,7 +8,7 @@ template <class A> __device__ inline void take(Normalizer<A>& s, A x) {
         s.sum = s.sum * exp(s.top - x) + A(1);
         s.top = x;
     } else {
-        s.sum += x == s.top ? A(1) : exp(x - s.top);  // -inf - -inf is no number
+        s.sum += x == s.top ? A(1) : exp(x - s.top);  // -inf - -inf is NaN
     }
 }
 
@@ -93,15 +93,15 @@ __global__ void exp_sums(T* out, const T* x, const T* top, const long long* labe
         sum = block_reduce<add_op>(sum, A(0));
         plain = block_reduce<add_op>(plain, A(0));
         if (threadIdx.x == 0) {
-            bool mine = labels[i] >= 0 && labels[i] < n;
+            bool inside = labels[i] >= 0 && labels[i] < n;
             out[i] = narrow<T>(sum);
-            out[rows + i] = mine ? xi[labels[i]] : narrow<T>(A(0));
+            out[rows + i] = inside ? xi[labels[i]] : narrow<T>(A(0));
             out[2 * rows + i] = narrow<T>(plain);
         }
     }
 }
 
-// d may be null: then only the loss is wanted. A label out of range gives NaN: nothing on the host looks at labels.
+// d is null where only the loss is wanted. A label out of range gives NaN: the host does not check labels.
 template <class T>
 __global__ void cross_entropy(T* loss, T* d, const T* x, const long long* labels, double smoothing, index_t ignore,
                               index_t rows, index_t n) {

@@ -1,4 +1,4 @@
-"""Softmax and kin along the last axis: a block of threads for each row."""
+"""Softmax and related functions along the last axis: a block of threads for each row."""
 
 from __future__ import annotations
 
@@ -7,21 +7,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from spmd.kernels.gpu.source import FLOATING, Kernel, over
-
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_and_gradient",
-    "exp_sums",
-    "log_softmax",
-    "log_softmax_vjp",
-    "logsumexp",
-    "scaled_exp",
-    "soft_cross_entropy",
-    "soft_cross_entropy_and_gradient",
-    "softmax",
-    "softmax_vjp",
-]
+from spmd.kernels.gpu.source import FLOATING, Kernel, over, row_threads
 
 _NAMES = (
     *("softmax", "softmax_vjp", "log_softmax", "log_softmax_vjp", "logsumexp", "scaled_exp", "exp_sums"),
@@ -73,34 +59,34 @@ def exp_sums(x: Any, top: Any, labels: Any) -> Any:
 
 def cross_entropy(x: Any, labels: Any, smoothing: float = 0.0, ignore: int | None = None) -> Any:
     """The cross-entropy of softmax(x) against classes."""
-    return _against_classes(x, labels, smoothing, ignore, None)
+    return _class_loss(x, labels, smoothing, ignore, None)
 
 
 def cross_entropy_and_gradient(x: Any, labels: Any, smoothing: float = 0.0, ignore: int | None = None) -> Any:
     """`cross_entropy`, and its derivative with respect to x, in one pass."""
     d = cp.empty(x.shape, x.dtype)
-    return _against_classes(x, labels, smoothing, ignore, d), d
+    return _class_loss(x, labels, smoothing, ignore, d), d
 
 
 def soft_cross_entropy(x: Any, t: Any) -> Any:
     """The cross-entropy of softmax(x) against distributions."""
-    return _against_distributions(x, t, None)
+    return _soft_loss(x, t, None)
 
 
 def soft_cross_entropy_and_gradient(x: Any, t: Any) -> Any:
     """`soft_cross_entropy`, and its derivative with respect to x, in one pass."""
     d = cp.empty(x.shape, x.dtype)
-    return _against_distributions(x, t, d), d
+    return _soft_loss(x, t, d), d
 
 
-def _against_classes(x: Any, labels: Any, smoothing: float, ignore: int | None, d: Any) -> Any:
+def _class_loss(x: Any, labels: Any, smoothing: float, ignore: int | None, d: Any) -> Any:
     loss = cp.empty(x.shape[:-1], x.dtype)
     options = np.float64(smoothing), -(2**63) if ignore is None else ignore
     _launch("cross_entropy", x, loss, _or_null(d), cp.ascontiguousarray(x), _classes(labels), *options)
     return loss
 
 
-def _against_distributions(x: Any, t: Any, d: Any) -> Any:
+def _soft_loss(x: Any, t: Any, d: Any) -> Any:
     loss = cp.empty(x.shape[:-1], x.dtype)
     _launch("soft_cross_entropy", x, loss, _or_null(d), *map(cp.ascontiguousarray, (x, t)))
     return loss
@@ -125,5 +111,4 @@ def _launch(name: str, x: Any, *args: Any) -> None:
     if x.size:
         n = x.shape[-1]
         rows = x.size // n
-        threads = min(1024, max(32, -(-n // 128) * 32))
-        _KERNELS[name](x.dtype, grid=min(rows, 1 << 20), block=threads, args=(*args, rows, n))
+        _KERNELS[name](x.dtype, grid=min(rows, 1 << 20), block=row_threads(n), args=(*args, rows, n))

@@ -1,4 +1,4 @@
-// Stencils over three dimensions. table: for each tap where it reads, counted from the entry of the same index.
+// Stencils over three dimensions. table: the shift of each tap against the entry of the same index.
 
 __device__ inline index_t place(const index_t* at, index_t i, index_t j, index_t k, index_t n0, index_t n1, index_t n2) {
     index_t a = i + at[0], b = j + at[1], c = k + at[2];
@@ -20,7 +20,7 @@ template <class T, class W> __global__ void stencil(
     }
 }
 
-// Row y of the grid is a tap, and column x a share of the places; the shares are added up by the caller.
+// Row y of the grid is a tap, and column x a share of the entries; the caller adds the shares.
 template <class T, class W> __global__ void stencil_weights(
     W* shares, const T* g, const T* x, const index_t* table, index_t examples,
     index_t n0, index_t n1, index_t n2, index_t m0, index_t m1, index_t m2) {

@@ -12,8 +12,6 @@ import numpy as np
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, uploaded
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 Pair = tuple[int, int]
 Offsets = Sequence[Sequence[int]]
 
@@ -47,23 +45,23 @@ def stencil_weights(g: Any, x: Any, offsets: Offsets, padding: Sequence[Pair]) -
     wide = np.dtype(_WIDE[dtype.name])
     if g.size == 0:
         return cp.zeros(len(offsets), dtype)
-    shares = min(256, blocks_for(g.size, 8 * _THREADS))
-    parts = cp.empty((len(offsets), shares), wide)
-    args = (parts, g, x, table, examples, *n, *m)
-    _stencil_weights(dtype, wide, grid=(shares, len(offsets)), block=_THREADS, args=args)
-    return cp.sum(parts, axis=1).astype(dtype)
+    blocks = min(256, blocks_for(g.size, 8 * _THREADS))
+    partial_sums = cp.empty((len(offsets), blocks), wide)
+    args = (partial_sums, g, x, table, examples, *n, *m)
+    _stencil_weights(dtype, wide, grid=(blocks, len(offsets)), block=_THREADS, args=args)
+    return cp.sum(partial_sums, axis=1).astype(dtype)
 
 
 def _geometry(x: Any, offsets: Offsets, padding: Sequence[Pair]) -> tuple[Any, int, tuple, tuple, tuple]:
-    """Where taps read, on the device; how many examples; the lengths of x and of the result; the result's shape."""
+    """The shifts of the taps, on the device; the number of examples; the lengths of x and of the result; its shape."""
     dims = len(padding)
     n = x.shape[x.ndim - dims :]
     ends = reach(offsets)
-    around = zip(n, padding, ends, strict=True)
-    m = tuple(max(0, k + before + after - low - high) for k, (before, after), (low, high) in around)
+    bounds = zip(n, padding, ends, strict=True)
+    m = tuple(max(0, k + before + after - low - high) for k, (before, after), (low, high) in bounds)
     starts = [low - before for (low, _), (before, _) in zip(ends, padding, strict=True)]
-    at = np.zeros((len(offsets), 3), np.int64)
-    at[:, 3 - dims :] = np.asarray(offsets) + starts
-    fill = (1,) * (3 - dims)
+    shifts = np.zeros((len(offsets), 3), np.int64)
+    shifts[:, 3 - dims :] = np.asarray(offsets) + starts
+    ones = (1,) * (3 - dims)
     lead = x.shape[: x.ndim - dims]
-    return uploaded(at), math.prod(lead), (*fill, *n), (*fill, *m), (*lead, *m)
+    return uploaded(shifts), math.prod(lead), (*ones, *n), (*ones, *m), (*lead, *m)

@@ -1,4 +1,4 @@
-// Steps of optimisers: each thread takes as many parameters as make 16 bytes, and their gradients and state. Compiled
+// Optimiser steps: each thread takes as many parameters as make 16 bytes, and their gradients and state. Compiled
 // without fused products and sums: the bits are those of the formulas.
 
 template <class T> __global__ void descend(T* out, const T* p, const T* g, index_t n, index_t packs, double rate) {

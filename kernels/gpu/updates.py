@@ -1,4 +1,4 @@
-"""Steps of optimisers, in one launch each."""
+"""Optimiser steps, in one launch each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.gpu.source import FLOATING, Kernel, blocks_for, over
-
-__all__ = ["adamw", "sgd"]
 
 _descend, _momentum, _adamw = (
     Kernel("updates", name, over(FLOATING), exact=True) for name in ("descend", "momentum", "adamw")

@@ -1,14 +1,14 @@
-"""Memory for large results, used again: fresh pages cost more than the arithmetic that fills them.
+"""A pool of memory for large results: fresh pages cost more than the arithmetic that fills them.
 
-`empty` is `np.empty`, but a large array lies in a piece of memory that an earlier one has left. When the last view of
-an array is gone its piece lies idle for the next one of that size. What lies idle is bounded. Of middling sizes some
-pieces stay at hand: to find one that nobody has any more takes a third of the time that it takes to give one back.
+`empty` is `np.empty`, but a large array lies in a slab, which a later array of that size takes when the last view of
+the earlier one is gone. Idle slabs are bounded. Some slabs of moderate size stay in a cache, where a reference count
+shows that they are free: that takes a third of the time of returning them.
 
-A piece goes on before and behind the array that lies in it, for a 64th of its length. So what an array is a part of,
-with some rows more at its ends, can be made around it, and the array itself is not copied (`around`).
+A slab has margins before and behind its array, of a 64th of the array's length. So a larger array that has rows more at
+its ends can be made around it without a copy (`extended`).
 
-The pieces may come from somewhere else than from NumPy: from memory that processes share, say (`take_from`). Half of
-what may lie idle is then of there, and who gives it has no more in use than that: so all of it may be kept for later.
+Slabs may come from a source other than NumPy, such as memory that processes share (`set_source`). Half of the idle
+memory may then be the source's. A source that has no more than that in use may keep all of it idle.
 """
 
 from __future__ import annotations
@@ -25,173 +25,174 @@ import numpy as np
 
 from spmd.settings import setting
 
-__all__ = ["LARGE", "LEAST", "Lease", "Margin", "Piece"]
-__all__ += ["address", "around", "empty", "empty_like", "has_room", "idle", "least", "let_go", "most_of_source"]
-__all__ += ["release", "take_from", "zeros"]
+__all__ = ["POOL_MIN", "ExtendedBase", "PooledBase", "Storage"]
+__all__ += ["address", "empty", "empty_like", "extended", "has_room", "idle", "out_min", "release", "release_old"]
+__all__ += ["set_source", "source_limit", "zeros"]
 
-LARGE = 1 << 20
-"""Bytes from which it pays to make room for what NumPy would make a new array for."""
+POOL_MIN = 1 << 16
+"""Bytes from which arrays lie in slabs. Copies from slab to slab are between addresses that differ by multiples of a
+line. Whole pages from the allocator lie a few bytes beyond pages: between them an EPYC (Zen 3, glibc 2.36) takes 15
+times as long to copy 256 KB, and no longer for 1 MB."""
+_OUT_MIN = 1 << 20
+"""Bytes from which it pays to give NumPy an `out` array from here."""
 
-_ALIGNED = 64
-LEAST = 1 << 16
-"""Bytes from which arrays lie in such memory. What is copied from one to another of its kind is a multiple of a line
-apart. By the allocator's, blocks of whole pages lie a few bytes beyond whole pages apart, and to copy 256 KB so takes
-an EPYC (Zen 3, glibc 2.36) 15 times as long; 1 MB it copies as fast."""
+_ALIGNMENT = 64
 _GRAIN = 1 << 14
-"""What the bytes of a piece are a multiple of, at least: of large arrays about a 24th of them, so that a block with its
-halo and one without lie in pieces of one size, and take turns. Pages that nobody has touched are no memory."""
-_MARGIN = 6
-"""How often the length of a piece is halved for that of the margin before the array, and about so of that behind."""
+"""The bytes of a slab are a multiple of this; for large arrays, of about a 24th of them. So a block with its halo and
+one without have slabs of one size, and take turns. Untouched pages are no memory."""
+_MARGIN_SHIFT = 6
+"""The margin before an array has the slab's length shifted by this; the one behind it about as much."""
 
 
-def _bound() -> int:
-    """The bytes that may lie idle: a sixteenth of the machine's memory, or SPMD_BUFFERS megabytes."""
-    with suppress(ValueError):  # What is wrong with it `spmd.Mesh` says.
-        given = setting("SPMD_BUFFERS")
-        if given is not None:
-            return given << 20
+def _idle_limit() -> int:
+    """The bytes that may be idle: a sixteenth of the machine's memory, or SPMD_BUFFERS megabytes."""
+    with suppress(ValueError):  # `spmd.Mesh` says what is wrong with the setting
+        megabytes = setting("SPMD_BUFFERS")
+        if megabytes is not None:
+            return megabytes << 20
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16
 
 
-class Piece(np.ndarray):
-    """Bytes that arrays lie in. Of its own class, so that NumPy does not take it for the base of what is a view of a
-    lease."""
+class Storage(np.ndarray):
+    """The bytes of a slab. A class of its own, so that NumPy does not collapse the `base` of views of a PooledBase."""
 
     __slots__ = ()
 
 
-class Lease(np.ndarray):
-    """What an array made by `empty` lies in; when the array and all its views are gone, the memory comes back. Or it
-    stays `at_hand`, which is one more reference to it."""
+class PooledBase(np.ndarray):
+    """The `base` of an array from `empty`: it returns the slab when the array and all its views are gone, unless it
+    is `cached`: then the cache holds one more reference to it."""
 
-    __slots__ = ("at_hand", "memory")
+    __slots__ = ("cached", "slab")
 
     def __del__(self):
         try:
-            memory = self.memory
-        except AttributeError:  # Views of it have none.
+            slab = self.slab
+        except AttributeError:  # a view of it
             return
-        if _idle is not None:  # as it is when the program ends
-            (_of_source if memory.sourced else _idle).give(memory)
+        if _free is not None:  # as it is when the program ends
+            (_source_free if slab.sourced else _free).give(slab)
 
 
-class Margin(np.ndarray):
-    """What a larger array lies in that was made around another one: it holds that one, so that nobody takes it to have
-    no other names, and gives the margins back when the larger array and all its views are gone.
+class ExtendedBase(np.ndarray):
+    """The `base` of an array made around another one. It refers to that one, so the reference count shows that it is in
+    use, and it returns the margins when the larger array and all its views are gone.
 
     start: the address of the first entry of the larger array.
     """
 
-    __slots__ = ("memory", "of", "start")
+    __slots__ = ("inner", "slab", "start")
 
     def __del__(self):
-        with suppress(AttributeError):  # Views of it have none.
-            self.memory.margins.append(None)
+        with suppress(AttributeError):  # a view of it
+            self.slab.margins.append(None)
 
 
-Source = Callable[[int], Piece | None]
-"""Gives so many bytes of memory, or None where it has none to give; they are its again when the piece is gone."""
+Source = Callable[[int], Storage | None]
+"""Gives storage of so many bytes, or None where it has none; when the storage is gone they are the source's again."""
 
 _source: Source | None = None
 
 
-class Memory:
-    """A piece of memory: one that a source gave, else NumPy's. source: who it was, or would have been. at: where in it
-    arrays begin, and start: the address of that. margins: has an entry as long as nobody uses what lies around the
-    array. given: when it was left, as a growing number."""
+class Slab:
+    """Storage, from a source or else NumPy's. source: the source in use then, whether or not it gave the storage.
 
-    __slots__ = ("at", "given", "margins", "nbytes", "piece", "source", "sourced", "start")
+    offset: where arrays begin in the storage; start: their address. margins: has an entry while the margins are free.
+    released: when it became idle last, as a growing number.
+    """
 
-    def __init__(self, nbytes: int, found: Piece | None = None):
+    __slots__ = ("margins", "nbytes", "offset", "released", "source", "sourced", "start", "storage")
+
+    def __init__(self, nbytes: int, storage: Storage | None = None):
         self.source = _source
-        self.sourced = found is not None
-        self.piece = Piece(nbytes, np.uint8) if found is None else found
+        self.sourced = storage is not None
+        self.storage = Storage(nbytes, np.uint8) if storage is None else storage
         self.nbytes = nbytes
-        self.given = 0
-        begin = self.piece.ctypes.data
-        self.at = -begin % _ALIGNED + (nbytes >> _MARGIN & -_ALIGNED)
-        self.start = begin + self.at
-        self.margins: list[None] = [None]  # Of several threads that take it out, one gets it.
+        self.released = 0
+        address = self.storage.ctypes.data
+        self.offset = -address % _ALIGNMENT + (nbytes >> _MARGIN_SHIFT & -_ALIGNMENT)
+        self.start = address + self.offset
+        self.margins: list[None] = [None]  # of several threads that pop the entry, one gets it
 
-    def lease(self) -> Lease:
-        lease = self.piece.view(Lease)
-        lease.memory, lease.at_hand = self, 0
-        return lease
+    def base(self) -> PooledBase:
+        base = self.storage.view(PooledBase)
+        base.slab, base.cached = self, 0
+        return base
 
 
 _LAST = (-1,)
-"""What `pop` is called with to take the turn, below. Nobody waits for a turn: an array may die at any moment, by the
-garbage collector's hand or in the handler of a signal, also while this very thread has it. Whoever finds that another
-has the turn does without. It is taken and given back by single calls into C, between which a handler may raise, but not
-in them: so it is never lost."""
+"""`map(self.token.pop, _LAST)` takes the token of a free list. Nobody waits for it: an array may die at any moment, in
+the garbage collector or a signal handler, also while this very thread has the token. Where another has it, the list is
+not used. Single calls into C take and return it: a signal handler may raise between them, but not within, so it is
+never lost."""
 
 
-class _Idle:
-    """The pieces of memory that nobody uses, by size, the latest on top. bound: their bytes, at most; the ones that
-    have lain longest go first. given: how many were left so far, here and in others."""
+class _FreeList:
+    """Idle slabs by size, the latest on top. limit: of their bytes; beyond it the oldest go first. released: a count
+    over all lists."""
 
-    given = 0
+    released = 0
 
-    def __init__(self, bound: int):
-        self.bound = bound
+    def __init__(self, limit: int):
+        self.limit = limit
         self.nbytes = 0
-        self.sizes: dict[int, list[Memory]] = {}
-        self.turn = [None]
+        self.sizes: dict[int, list[Slab]] = {}
+        self.token = [None]
 
-    def take(self, nbytes: int) -> Memory | None:
+    def take(self, nbytes: int) -> Slab | None:
         if not self.sizes.get(nbytes):
             return None
-        mine: list[None] = []
+        token: list[None] = []
         try:
-            mine.extend(map(self.turn.pop, _LAST))
-            piece = self.sizes[nbytes].pop()
+            token.extend(map(self.token.pop, _LAST))
+            slab = self.sizes[nbytes].pop()
             self.nbytes = max(0, self.nbytes - nbytes)
-            return piece
-        except LookupError:  # Another has the turn, or has taken the last piece.
+            return slab
+        except LookupError:  # another has the token, or took the last slab
             return None
         finally:
-            self.turn.extend(mine)
+            self.token.extend(token)
 
-    def give(self, piece: Memory) -> None:
-        nbytes = piece.nbytes
-        if nbytes > self.bound or piece.source is not _source:
+    def give(self, slab: Slab) -> None:
+        nbytes = slab.nbytes
+        if nbytes > self.limit or slab.source is not _source:
             return
-        mine: list[None] = []
+        token: list[None] = []
         try:
-            mine.extend(map(self.turn.pop, _LAST))
-            piece.given = _Idle.given = _Idle.given + 1
-            pieces = self.sizes.get(nbytes)
-            if pieces is None:
-                pieces = self.sizes[nbytes] = []
-            pieces.append(piece)
+            token.extend(map(self.token.pop, _LAST))
+            slab.released = _FreeList.released = _FreeList.released + 1
+            slabs = self.sizes.get(nbytes)
+            if slabs is None:
+                slabs = self.sizes[nbytes] = []
+            slabs.append(slab)
             self.nbytes += nbytes
-            while self.nbytes > self.bound and self._pop(_Idle.given):
+            while self.nbytes > self.limit and self._drop_oldest(_FreeList.released):
                 pass
         except IndexError:
             pass
         finally:
-            self.turn.extend(mine)
+            self.token.extend(token)
 
-    def let_go(self, nbytes: int, age: int) -> None:
-        """Give so many bytes up, if so many are of pieces after which as many others as `age` were left."""
-        mine: list[None] = []
+    def release_old(self, nbytes: int, age: int) -> None:
+        """Drop slabs of so many bytes, of those after which at least `age` others were released."""
+        token: list[None] = []
         try:
-            mine.extend(map(self.turn.pop, _LAST))
-            while nbytes > 0 and (size := self._pop(_Idle.given - age)):
+            token.extend(map(self.token.pop, _LAST))
+            while nbytes > 0 and (size := self._drop_oldest(_FreeList.released - age)):
                 nbytes -= size
         except IndexError:
             pass
         finally:
-            self.turn.extend(mine)
+            self.token.extend(token)
 
-    def _pop(self, until: int) -> int:
-        """Give up the piece that has lain longest, if it was left by then: its bytes."""
-        self.sizes = {size: pieces for size, pieces in self.sizes.items() if pieces}
-        oldest = min(self.sizes.values(), key=lambda pieces: pieces[0].given, default=None)
+    def _drop_oldest(self, until: int) -> int:
+        """Drop the slab released first, if it was released by then; return its bytes."""
+        self.sizes = {size: slabs for size, slabs in self.sizes.items() if slabs}
+        oldest = min(self.sizes.values(), key=lambda slabs: slabs[0].released, default=None)
         if oldest is None:
-            self.nbytes = 0  # It is more where an interrupt has come between taking a piece and counting it.
+            self.nbytes = 0  # it is more after an interrupt between taking a slab and counting it
             return 0
-        if oldest[0].given > until:
+        if oldest[0].released > until:
             return 0
         size = oldest.pop(0).nbytes
         self.nbytes -= size
@@ -201,209 +202,211 @@ class _Idle:
         self.sizes, self.nbytes = {}, 0
 
 
-_BOUND = _bound()
-_idle, _of_source = _Idle(_BOUND), _Idle(0)
-_AGE = 256
-"""After so many others were left a piece of a source is given up for one of another size. What a program makes again
-and again comes before that, if it is not very much; and it has new sizes when it has made them so often."""
+_IDLE_LIMIT = _idle_limit()
+_free, _source_free = _FreeList(_IDLE_LIMIT), _FreeList(0)
+_SOURCE_AGE = 256
+"""After so many other releases a source's slab is dropped for one of another size. A program that repeats itself keeps
+its slabs, if they are not very many, and one whose sizes change gets new ones soon."""
 
 
-class _AtHand:
-    """Leases that stay here while arrays come and go in them, by the size of their memory: the one that was given the
-    latest on the right. bound: how many bytes they have in all, with those that are in use; where it is reached all are
-    let go of."""
+class _BaseCache:
+    """Bases that stay here while arrays in them come and go, by the size of the slab: the one given last on the right.
 
-    def __init__(self, bound: int):
-        self.bound = bound
+    limit: of their bytes, used ones included; where it is reached the cache is emptied.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
         self.nbytes = 0
-        self.sizes: dict[int, deque[Lease]] = {}
-        self.turn = [None]
+        self.sizes: dict[int, deque[PooledBase]] = {}
+        self.token = [None]
 
-    def take(self, nbytes: int) -> Lease | None:
-        """One that nobody has. Several threads may look at once: what one has taken out no other can see."""
-        leases = self.sizes.get(nbytes)
-        if leases is None:
+    def take(self, nbytes: int) -> PooledBase | None:
+        """A base that no array has. A base that one thread has taken out is not seen by another."""
+        bases = self.sizes.get(nbytes)
+        if bases is None:
             return None
         last = None
         try:
-            for _ in range(_TRIES):
-                last = leases[-1]
-                lease = leases.pop()
-                if getrefcount(lease) == _FREE + (lease is last):
-                    leases.append(lease)
-                    return lease
-                leases.appendleft(lease)
+            for _ in range(_LOOKUPS_MAX):
+                last = bases[-1]
+                base = bases.pop()
+                if getrefcount(base) == _UNUSED_COUNT + (base is last):
+                    bases.append(base)
+                    return base
+                bases.appendleft(base)
         except IndexError:
             pass
-        except BaseException:  # An interrupt. What has the mark `at_hand` has to be here.
-            if last is not None and not any(lease is last for lease in [*leases]):
-                leases.append(last)
+        except BaseException:  # An interrupt. A base that is marked `cached` has to be here.
+            if last is not None and not any(base is last for base in [*bases]):
+                bases.append(last)
             raise
         return None
 
-    def add(self, lease: Lease, nbytes: int) -> None:
-        """Keep one at hand that was made for an array of now, if it is small and there are not enough of its size."""
-        if nbytes > min(_AT_HAND, self.bound):
+    def add(self, base: PooledBase, nbytes: int) -> None:
+        """Cache the base of a new array, if it is small and there are not enough of its size."""
+        if nbytes > min(_CACHED_MAX, self.limit):
             return
-        mine: list[None] = []
+        token: list[None] = []
         try:
-            mine.extend(map(self.turn.pop, _LAST))
-            if len(self.sizes.get(nbytes, ())) < _MOST_AT_HAND:
-                if self.nbytes + nbytes > self.bound:
-                    self.let_go()
+            token.extend(map(self.token.pop, _LAST))
+            if len(self.sizes.get(nbytes, ())) < _CACHED_PER_SIZE:
+                if self.nbytes + nbytes > self.limit:
+                    self.clear()
                 self.nbytes += nbytes
-                lease.at_hand = 1
-                self.sizes.setdefault(nbytes, deque()).append(lease)
+                base.cached = 1
+                self.sizes.setdefault(nbytes, deque()).append(base)
         except IndexError:
             pass
         finally:
-            self.turn.extend(mine)
+            self.token.extend(token)
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         sizes, self.sizes, self.nbytes = self.sizes, {}, 0
-        for leases in sizes.values():
-            while leases:
-                leases.pop().at_hand = 0
+        for bases in sizes.values():
+            while bases:
+                bases.pop().cached = 0
 
     def idle(self) -> int:
-        """The bytes of those that nobody has."""
-        found = 0
-        for nbytes, leases in list(self.sizes.items()):
-            for lease in list(leases):
-                # Three more know it: the deque, its copy, and the name here.
-                found += nbytes * (getrefcount(lease) == _FREE + 2)
-        return found
+        """The bytes of bases that no array has."""
+        total = 0
+        for nbytes, bases in list(self.sizes.items()):
+            for base in list(bases):
+                # Three more references: of the deque, of its copy, and `base`.
+                total += nbytes * (getrefcount(base) == _UNUSED_COUNT + 2)
+        return total
 
 
-_at_hand = _AtHand(min(1 << 27, _BOUND // 4))
-_AT_HAND = 2 << 20
-"""Bytes of a piece that may stay at hand, at most: for larger arrays it makes no difference."""
-_MOST_AT_HAND = 8
-"""Pieces of a size that stay at hand, at most."""
-_TRIES = 4
-"""How many of them are looked at. Those that were given the latest are tried first, for they are in the caches, and are
-put behind all others if they are still in use."""
+_cache = _BaseCache(min(1 << 27, _IDLE_LIMIT // 4))
+_CACHED_MAX = 2 << 20
+"""Bytes up to which slabs are cached: for larger arrays it makes no difference."""
+_CACHED_PER_SIZE = 8
+_LOOKUPS_MAX = 4
+"""How many bases of a size are looked at: first those given last, which are in the processor's caches. Used ones go to
+the end."""
 
 
-def _count_free() -> int:
-    leases = deque([Piece(0, np.uint8)])
-    lease = leases.pop()
-    return getrefcount(lease)
+def _count_unused() -> int:
+    bases = deque([Storage(0, np.uint8)])
+    base = bases.pop()
+    return getrefcount(base)
 
 
-_FREE = _count_free()
-"""The reference count of a lease that has been taken out to be looked at, and that no array has."""
+_UNUSED_COUNT = _count_unused()
+"""The reference count of a base that was taken out of the cache, and that no array has."""
 
 
-def take_from(source: Source | None) -> None:
-    """Take memory from there from now on; None: from NumPy. What was taken before is not used again."""
+def set_source(source: Source | None) -> None:
+    """Take memory from this source from now on; None: from NumPy. Memory taken before is not reused."""
     global _source
     _source = source
     release()
-    _of_source.bound = 0 if source is None else _BOUND // 2
-    _idle.bound = _BOUND - _of_source.bound
+    _source_free.limit = 0 if source is None else _IDLE_LIMIT // 2
+    _free.limit = _IDLE_LIMIT - _source_free.limit
 
 
-def most_of_source() -> int:
-    """The bytes that may lie idle of a source's pieces: all that it has in use, if it gives no more."""
-    return _of_source.bound
+def source_limit() -> int:
+    """The bytes of the source that may be idle: all that it has in use, if it gives no more."""
+    return _source_free.limit
 
 
-def let_go(nbytes: int) -> None:
-    """Give so many bytes back to the source, if pieces of so many have lain idle for long."""
-    _of_source.let_go(nbytes, _AGE)
+def release_old(nbytes: int) -> None:
+    """Give so many bytes back to the source, if slabs of so many were idle for long."""
+    _source_free.release_old(nbytes, _SOURCE_AGE)
 
 
-def _begin_again() -> None:
-    """A lock that another thread held stays closed in a child; what lies idle there is the parent's."""
+def _reset_after_fork() -> None:
+    """In a child: another thread of the parent may hold a token, and idle memory of the source is the parent's."""
     global _source
     _source = None
-    _at_hand.let_go()
-    _at_hand.turn = [None]
-    _idle.__init__(_BOUND)
-    _of_source.__init__(0)
+    _cache.clear()
+    _cache.token = [None]
+    _free.__init__(_IDLE_LIMIT)
+    _source_free.__init__(0)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_again)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def address(x: np.ndarray) -> int:
-    """Where the first entry of an array lies."""
-    lease = x.base
-    if type(lease) is Lease:  # all of it: what is a view of it has another base
-        return lease.memory.start
-    if type(lease) is Margin:
-        return lease.start
+    """The address of the first entry of an array."""
+    base = x.base
+    if type(base) is PooledBase:  # x is a whole array: its views have x as their base
+        return base.slab.start
+    if type(base) is ExtendedBase:
+        return base.start
     return x.__array_interface__["data"][0]
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
-    """A C-contiguous array whose entries are arbitrary. Large arrays are aligned to 64 bytes, and have margins."""
+    """A C-contiguous array with arbitrary entries. Large arrays are aligned to 64 bytes, and have margins."""
     if type(shape) is not tuple:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if not isinstance(dtype, np.dtype):
         dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < LEAST or dtype.hasobject or not _idle.bound:
+    if nbytes < POOL_MIN or dtype.hasobject or not _free.limit:
         return np.empty(shape, dtype)
-    grain = _GRAIN if nbytes < LARGE else 1 << nbytes.bit_length() - 5
-    # The margins are those of the piece, which is longer: hence the second term.
-    both = (nbytes >> _MARGIN - 1) + (nbytes >> 2 * _MARGIN - 2)
-    size = -(-(nbytes + both + 2 * _ALIGNED) // grain) * grain
-    lease = _at_hand.take(size)
-    if lease is None:
-        lease = (_of_source.take(size) or _another(size)).lease()
-        _at_hand.add(lease, size)
-    return np.ndarray(shape, dtype, lease, lease.memory.at)
+    grain = _GRAIN if nbytes < _OUT_MIN else 1 << nbytes.bit_length() - 5
+    # The margins are shares of the slab, which is longer than the array: hence the second term.
+    margins = (nbytes >> _MARGIN_SHIFT - 1) + (nbytes >> 2 * _MARGIN_SHIFT - 2)
+    size = -(-(nbytes + margins + 2 * _ALIGNMENT) // grain) * grain
+    base = _cache.take(size)
+    if base is None:
+        base = (_source_free.take(size) or _new_slab(size)).base()
+        _cache.add(base, size)
+    return np.ndarray(shape, dtype, base, base.slab.offset)
 
 
-def _another(nbytes: int) -> Memory:
-    found = None if _source is None else _source(nbytes)
-    return (None if found is not None else _idle.take(nbytes)) or Memory(nbytes, found)
+def _new_slab(nbytes: int) -> Slab:
+    """A slab of the source, else an idle one of NumPy's memory, else a new one."""
+    storage = None if _source is None else _source(nbytes)
+    return (None if storage is not None else _free.take(nbytes)) or Slab(nbytes, storage)
 
 
 def has_room(x: np.ndarray, before: int, nbytes: int) -> bool:
-    """Whether x is all of an array in such memory, and so many bytes find room there that begin so many before it."""
-    return _with_room(x, before, nbytes) is not None
+    """Whether x is a whole array in a slab, which has room for so many bytes that begin so many before x."""
+    return _whole_with_room(x, before, nbytes) is not None
 
 
-def around(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
-    """A C-contiguous array of a shape, in whose memory x lies, `before` bytes behind its beginning. It comes twice: to
-    be filled around x, where entries are arbitrary; and read-only, to be kept. x is read-only from now on. Nobody is to
-    write to it while the other is there; whoever asks whether x has other names finds that it has.
+def extended(x: np.ndarray, before: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray] | None:
+    """A C-contiguous array of a shape in whose memory x lies, `before` bytes behind its beginning; without a copy.
 
-    None where x, which is C-contiguous, lies elsewhere, there is no room, or another array is there around it.
+    It comes twice: writable, to be filled around x, where entries are arbitrary; and read-only, to be kept. x becomes
+    read-only, and its reference count shows that it is in use. Do not write to x while the larger array exists.
+
+    None where x, which is C-contiguous, lies elsewhere, has no room around it, or has another array around it.
     """
-    of = _with_room(x, before, math.prod(shape) * x.itemsize)
-    if of is None:
+    inner = _whole_with_room(x, before, math.prod(shape) * x.itemsize)
+    if inner is None:
         return None
-    lease: Any = of.base
-    memory: Memory = lease.memory
+    base: Any = inner.base
+    slab: Slab = base.slab
     try:
-        memory.margins.pop()
+        slab.margins.pop()
     except IndexError:
         return None
-    margin = memory.piece.view(Margin)
-    margin.memory, margin.of, margin.start = memory, of, memory.start - before
-    margin.setflags(write=False)
+    outer_base = slab.storage.view(ExtendedBase)
+    outer_base.slab, outer_base.inner, outer_base.start = slab, inner, slab.start - before
+    outer_base.setflags(write=False)
     x.setflags(write=False)
-    at = memory.at - before
-    return np.ndarray(shape, x.dtype, lease, at), np.ndarray(shape, x.dtype, margin, at)
+    offset = slab.offset - before
+    return np.ndarray(shape, x.dtype, base, offset), np.ndarray(shape, x.dtype, outer_base, offset)
 
 
-def _with_room(x: np.ndarray, before: int, nbytes: int) -> np.ndarray | None:
-    """The array that x is all of, maybe in another shape, if it has that room; else None."""
-    whole: Any = x if type(x.base) is Lease else x.base
-    if type(whole) is not np.ndarray or type(whole.base) is not Lease or whole.nbytes != x.nbytes:
+def _whole_with_room(x: np.ndarray, before: int, nbytes: int) -> np.ndarray | None:
+    """The array from `empty` that x is, maybe in another shape, if it has that room; else None."""
+    whole: Any = x if type(x.base) is PooledBase else x.base
+    if type(whole) is not np.ndarray or type(whole.base) is not PooledBase or whole.nbytes != x.nbytes:
         return None
-    memory = whole.base.memory
-    return whole if before <= memory.at and memory.at - before + nbytes <= memory.nbytes else None
+    slab = whole.base.slab
+    return whole if before <= slab.offset and slab.offset - before + nbytes <= slab.nbytes else None
 
 
 def empty_like(x: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """`empty` of the shape of x, and of its dtype where none is given. Always C-contiguous."""
-    if dtype is None and x.nbytes < LEAST:
+    """`empty` of the shape of x, and of its dtype unless another one is given. Always C-contiguous."""
+    if dtype is None and x.nbytes < POOL_MIN:
         return np.empty(x.shape, x.dtype)
     return empty(x.shape, x.dtype if dtype is None else dtype)
 
@@ -418,19 +421,18 @@ def zeros(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     return x
 
 
-def least() -> int:
-    """The bytes from which it pays to make room for what NumPy would make a new array for. Where the memory comes from
-    somewhere else, it is wanted for all that can lie in it."""
-    return LARGE if _source is None else LEAST
+def out_min() -> int:
+    """The bytes from which to give NumPy an `out` array from here. Memory of a source is wanted for every slab."""
+    return _OUT_MIN if _source is None else POOL_MIN
 
 
 def idle() -> int:
-    """The bytes that lie idle."""
-    return _idle.nbytes + _of_source.nbytes + _at_hand.idle()
+    """The bytes that are idle."""
+    return _free.nbytes + _source_free.nbytes + _cache.idle()
 
 
 def release() -> None:
-    """Give the memory that lies idle back to the system."""
-    _at_hand.let_go()
-    _of_source.clear()
-    _idle.clear()
+    """Give idle memory back to the system."""
+    _cache.clear()
+    _source_free.clear()
+    _free.clear()

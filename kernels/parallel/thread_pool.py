@@ -1,7 +1,7 @@
-"""Threads that stay: each waits for a task, runs it, and lies down again. Workers run in them, and those that help.
+"""A pool of threads, which run workers and helpers. Each waits for a task, runs it, and returns to the pool.
 
-A signal's handler may raise between any two steps of the main thread, and may itself run a map. So the pool has no
-lock, and moves threads by single calls into C, in which no handler runs.
+A signal handler may raise between any two steps of the main thread, and may itself run a map. So the pool has no lock,
+and moves threads by single calls into C, in which no handler runs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["Pool", "Stopped", "Thread", "pool"]
 
 
 class Stopped(BaseException):
-    """Ends a task from outside; nobody is told."""
+    """Ends a task from outside; it is not reported."""
 
 
 @cache
 def _cores() -> int:
-    """Those of this machine: to ask takes 6 to 14 us."""
+    """The cores of this machine; to ask takes 6 to 14 us."""
     return os.cpu_count() or 1
 
 
 class Pool:
-    """The threads that wait for a task. helpers: those that are at work for `spare`."""
+    """idle: the threads that wait for a task. helpers: those that `spare` gave, while they run one."""
 
     def __init__(self) -> None:
         self.idle: list[Thread] = []
@@ -37,11 +37,11 @@ class Pool:
 
     @property
     def helping(self) -> int:
-        """How many threads are at work for `spare`."""
+        """The number of helpers."""
         return len(self.helpers)
 
     def take(self, n: int) -> list[Thread]:
-        """n threads that wait for a task: idle ones, and new ones if need be."""
+        """n threads that wait for a task; new ones are started where too few are idle."""
         taken: list[Thread] = []
         try:
             self._fill(taken, n)
@@ -51,11 +51,11 @@ class Pool:
         return taken
 
     def spare(self, n: int) -> list[Thread]:
-        """At most n threads that wait for a task, to help: as many as can be started, and about as many of them at once
-        as there are cores. Workers that wait have a thread each, and need no core."""
+        """At most n helpers: as many as can be started, and in all about as many as there are cores. The threads of
+        workers that wait are not counted: they need no core."""
         taken: list[Thread] = []
         try:
-            with suppress(RuntimeError):  # No more threads: whoever asks does the rest himself.
+            with suppress(RuntimeError):  # no more threads can start: the caller does the rest
                 self._fill(taken, min(n, _cores() - self.helping))
             self.helpers.update(taken)
         except BaseException:
@@ -64,8 +64,8 @@ class Pool:
         return taken
 
     def _fill(self, taken: list[Thread], n: int) -> None:
-        """Put threads into a list until it has n."""
-        with suppress(IndexError):  # There are no more idle ones.
+        """Fill a list up to n threads."""
+        with suppress(IndexError):  # no more idle ones
             taken.extend(islice(iter(self.idle.pop, None), max(0, n)))
         while len(taken) < n:
             taken.append(self._started())
@@ -75,17 +75,17 @@ class Pool:
         try:
             thread.start()
         except BaseException:
-            thread.begin(_nothing, _nothing)  # If it runs all the same it comes to the pool by itself.
+            thread.begin(_nothing, _nothing)  # if it runs after all, it comes to the pool
             raise
         return thread
 
     def give(self, threads: Collection[Thread]) -> None:
-        """Threads that have no task any more, to be taken again."""
+        """Return threads without a task to the pool."""
         self.idle.extend(threads)
         self.helpers.difference_update(threads)
 
     def forget(self) -> None:
-        """In a forked child: the threads have stayed with the parent."""
+        """In a forked child: the threads are the parent's."""
         self.__init__()
 
 
@@ -97,7 +97,7 @@ _release = methodcaller("release")
 
 
 class Thread(threading.Thread):
-    """A thread of a pool. Its tasks keep their errors to themselves."""
+    """A thread of a pool. Its tasks raise nothing but `Stopped`."""
 
     def __init__(self, pool: Pool):
         super().__init__(name="spmd", daemon=True)
@@ -108,9 +108,9 @@ class Thread(threading.Thread):
         self.signal.acquire()
 
     def begin(self, task: Callable[[], Any], after: Callable[[], Any], begun: list[None] | None = None) -> None:
-        """Run task, lie down, then run after: whoever learns of the end may count on this thread.
+        """Run task, return to the pool, then run after, which may rely on this thread being idle.
 
-        begun: gets an entry in the same moment, so that it tells whoever is interrupted here whether it has begun.
+        begun: a list that gets an entry at the same moment: after an interrupt it tells whether the task has begun.
         """
         self.task, self.after = task, after
         if begun is None:
@@ -123,7 +123,7 @@ class Thread(threading.Thread):
             task, after, self.task, self.after = self.task, self.after, None, None
             assert task is not None
             assert after is not None
-            with suppress(Stopped):  # An interrupt that came when the work was done.
+            with suppress(Stopped):  # an interrupt that came after the work was done
                 task()
             del task
             self.pool.give([self])

@@ -1,6 +1,6 @@
 """Activations of x + bias, entry by entry.
 
-They are of a few forms, each with numbers p; FORMS says which. s is the logistic function, 1 / (1 + exp(-u)):
+They have a few forms, FORMS, each with parameters p. s is the logistic function, 1 / (1 + exp(-u)):
 
     ramp      (x if p4 else 1) * min(max(p0 x + p1, 0), p2) + p3 min(x, 0)
     gate      (x if p4 else 1) * s(u),  u = p0 x + p1 x^3
@@ -16,8 +16,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
-__all__ = ["activate", "activate_vjp"]
 
 FORMS = ("ramp", "gate", "decay", "softplus", "tanh", "mish", "normal")
 
@@ -46,31 +44,31 @@ KINDS = {
 
 
 FAR = 1e4
-"""Beyond it s is 0 or 1, and the square of a number may be infinite: u is then that of this number."""
+"""Numbers beyond it are clipped for u: their squares may be infinite, and s is 0 or 1 in any case."""
 
 
 def form(kind: str, alpha: float) -> tuple[int, tuple[float, ...]]:
-    """The place of a kind's form in FORMS, and its numbers."""
-    name, numbers = KINDS[kind]
-    return FORMS.index(name), tuple(map(float, numbers(alpha)))
+    """The index of a kind's form in FORMS, and its parameters."""
+    name, parameters = KINDS[kind]
+    return FORMS.index(name), tuple(map(float, parameters(alpha)))
 
 
 def activate(x, bias, kind, alpha=1.0):
     """f(x + bias), f being of one of KINDS. bias: (n,) for x of (..., n), or None. alpha: of leaky_relu, elu, celu."""
-    return _of(x, bias, kind, alpha)[0]
+    return _value_and_slope(x, bias, kind, alpha)[0]
 
 
 def activate_vjp(g, x, bias, kind, alpha=1.0, into=None):
     """g * f'(x + bias): the cotangent of x; its sum over rows is that of bias. As a map of g it is its own adjoint.
 
-    At a kink of relu, relu6, leaky_relu, hard_sigmoid it is the derivative on the flat side.
-    into: an array of its shape and dtype to write it into, g itself say.
+    At a kink of relu, relu6, leaky_relu and hard_sigmoid it is the derivative on the flat side.
+    into: an array of its shape and dtype to write it into, such as g itself.
     """
-    return np.multiply(g, _of(x, bias, kind, alpha)[1], out=into)
+    return np.multiply(g, _value_and_slope(x, bias, kind, alpha)[1], out=into)
 
 
-def _of(x, bias, kind, alpha):
-    """The value and the derivative."""
+def _value_and_slope(x, bias, kind, alpha):
+    """f(x + bias) and f'(x + bias)."""
     which, p = form(kind, alpha)
     z = x if bias is None else x + bias
     factor = z if p[4] else np.ones_like(z)

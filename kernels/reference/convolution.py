@@ -2,9 +2,8 @@
 
     x (N, C, *n), w (O, C / groups, *k) -> y (N, O, *m),    m = 1 + (n + low + high - 1 - dilation (k - 1)) // stride
 
-stride, dilation: an int per spatial dimension. padding: (low, high) zeros per dimension; negative ones crop. Channels
-and filters are in `groups` that do not see each other. `conv` is linear in x and in w, and its adjoints give back what
-came in:
+stride, dilation: an int per spatial dimension. padding: (low, high) zeros per dimension; negative ones crop. The
+filters of each of `groups` read the channels of that group. `conv` is linear in x and in w, and its adjoints satisfy
 
     sum(conv(x, w) * g) = sum(x * conv_input_adjoint(g, w, n)) = sum(w * conv_weight_adjoint(g, x, k))
 """
@@ -18,15 +17,13 @@ import numpy as np
 
 from spmd.kernels.windows import output_length
 
-__all__ = ["col2im", "conv", "conv_input_adjoint", "conv_weight_adjoint", "im2col"]
-
 
 def _outputs(shape, kernel, stride, padding, dilation):
     return tuple(map(output_length, shape, kernel, stride, padding, dilation))
 
 
 def _taps(shape, kernel, stride, padding, dilation):
-    """For each entry of the kernel: its index, and the places of a padded x that it meets, one per output."""
+    """For each entry of the kernel: its index, the slices of a padded x that it reads, and the shape of the outputs."""
     out = _outputs(shape, kernel, stride, padding, dilation)
     for tap in itertools.product(*map(range, kernel)):
         starts = [t * d - min(0, low) for t, d, (low, _) in zip(tap, dilation, padding, strict=True)]
@@ -34,12 +31,12 @@ def _taps(shape, kernel, stride, padding, dilation):
 
 
 def _padded(x, padding):
-    """Zeros around x; what a negative padding crops is not looked at."""
+    """x with zeros around it; negative paddings are ignored here."""
     return np.pad(x, [(0, 0)] * (x.ndim - len(padding)) + [(max(0, low), max(0, high)) for low, high in padding])
 
 
 def im2col(x, kernel, stride, padding, dilation):
-    """What each output sees: x (N, C, *n) -> (N, C, *k, *m). Adjoint: col2im."""
+    """The inputs of each output: x (N, C, *n) -> (N, C, *k, *m). Adjoint: col2im."""
     wide = _padded(x, padding)
     out = _outputs(x.shape[2:], kernel, stride, padding, dilation)
     cols = np.zeros((*x.shape[:2], *kernel, *out), x.dtype)
@@ -50,7 +47,7 @@ def im2col(x, kernel, stride, padding, dilation):
 
 
 def col2im(cols, shape, kernel, stride, padding, dilation):
-    """Adds what each output saw where it came from: cols (N, C, *k, *m) -> (N, C, *shape)."""
+    """Add the inputs of each output where they were read: cols (N, C, *k, *m) -> (N, C, *shape)."""
     wide = _padded(np.zeros((*cols.shape[:2], *shape), cols.dtype), padding)
     for tap, places, m in _taps(shape, kernel, stride, padding, dilation):
         if 0 not in m:
@@ -63,9 +60,9 @@ def conv(x, w, stride, padding, dilation, groups):
     """The sum over the channels and the entries of the kernel."""
     cols = im2col(x, w.shape[2:], stride, padding, dilation)
     m = cols.shape[w.ndim :]
-    seen = math.prod(w.shape[1:])
-    cols = cols.reshape(x.shape[0], groups, seen, *m)
-    filters = w.reshape(groups, w.shape[0] // groups, seen)
+    terms = math.prod(w.shape[1:])
+    cols = cols.reshape(x.shape[0], groups, terms, *m)
+    filters = w.reshape(groups, w.shape[0] // groups, terms)
     return np.einsum("ngc...,goc->ngo...", cols, filters).reshape(x.shape[0], w.shape[0], *m)
 
 

@@ -1,4 +1,4 @@
-"""Interpolation: along an axis by given taps, and at arbitrary points. `spmd.kernels.taps` has the weights."""
+"""Interpolation along an axis by given taps, and at arbitrary points. `spmd.kernels.taps` has the weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import itertools
 import numpy as np
 
 from spmd.kernels.taps import continued, nearest_shift, polynomials
-
-__all__ = ["inject", "resample", "sample"]
 
 
 def resample(x, index, weight, axis):
@@ -23,13 +21,13 @@ def resample(x, index, weight, axis):
 def sample(x, points, method, boundary, orders, cubic=-0.5):
     """x: (C, *spatial) at points: (m, spatial dimensions), in units of its entries. Gives (C, m).
 
-    method: "nearest", "linear", "cubic" (with Keys' parameter `cubic`). boundary: what stands beyond the ends, "zero",
-    "edge", "periodic" or "reflect". orders: of the derivative by each coordinate. A point that is no number gives none.
+    method: "nearest", "linear", "cubic" (with Keys' parameter `cubic`). boundary: how x continues beyond its ends,
+    "zero", "edge", "periodic" or "reflect". orders: of the derivative by each coordinate. A NaN point gives NaN.
     Linear in x; its adjoint is inject.
     """
     out = np.zeros((len(x), len(points)), x.dtype)
-    for place, weight, inside in _taps(points, x.shape[1:], method, boundary, orders, cubic):
-        out += np.where(inside, weight * x[(slice(None), *place)], 0)
+    for index, weight, inside in _taps(points, x.shape[1:], method, boundary, orders, cubic):
+        out += np.where(inside, weight * x[(slice(None), *index)], 0)
     return out
 
 
@@ -39,17 +37,17 @@ def inject(g, points, shape, method, boundary, orders, cubic=-0.5):
     Linear in g; its adjoint is sample.
     """
     out = np.zeros((len(g), *shape), g.dtype)
-    for place, weight, inside in _taps(points, shape, method, boundary, orders, cubic):
+    for index, weight, inside in _taps(points, shape, method, boundary, orders, cubic):
         for c in range(len(g)):
-            np.add.at(out[c], tuple(place), np.where(inside, weight * g[c], 0))
+            np.add.at(out[c], tuple(index), np.where(inside, weight * g[c], 0))
     return out
 
 
 def _taps(points, shape, method, boundary, orders, cubic):
-    """For every combination of taps: the places that the points read, the weights, and whether there is an entry."""
+    """For each combination of taps: the indices that the points read, the weights, and whether there is an entry."""
     if 0 in shape:
         return
-    each = []
+    axes = []
     for p, n, order in zip(points.astype(np.float64).T, shape, orders, strict=True):
         p = p + nearest_shift(method)
         with np.errstate(invalid="ignore"):
@@ -57,10 +55,10 @@ def _taps(points, shape, method, boundary, orders, cubic):
         base = np.clip(np.where(np.isfinite(p), np.floor(p), 0), -(2.0**62), 2.0**62).astype(np.int64)
         rows = polynomials(method, cubic, order)
         weights = [((c[3] * t + c[2]) * t + c[1]) * t + c[0] for c in rows]
-        each.append([(continued(base + k - (len(rows) - 1) // 2, n, boundary), w) for k, w in enumerate(weights)])
-    for taps in itertools.product(*each):
+        axes.append([(continued(base + k - (len(rows) - 1) // 2, n, boundary), w) for k, w in enumerate(weights)])
+    for taps in itertools.product(*axes):
         inside = np.ones(len(points), bool)
         weight = np.ones(len(points))
-        for (_, there), w in taps:
-            inside, weight = inside & there, weight * w
-        yield [place for (place, _), _ in taps], weight, inside
+        for (_, is_entry), w in taps:
+            inside, weight = inside & is_entry, weight * w
+        yield [index for (index, _), _ in taps], weight, inside

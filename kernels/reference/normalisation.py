@@ -1,21 +1,18 @@
 """Normalisation: of rows, and of channels.
 
-x: (..., n) has rows along its last axis. x: (outer, channels, inner) has a channel's numbers at all places of the outer
-and inner dimensions: a batch of vectors has inner = 1, one of images has the pixels there.
+x: (..., n) has rows along its last axis. x: (outer, channels, inner) has the entries of a channel along its outer and
+inner dimensions: inner = 1 for a batch of vectors, the pixels for one of images.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["channel_affine", "channel_sums", "moments", "normalize", "normalize_vjp"]
-
 
 def moments(x):
     """The mean of every channel, and its sum of squared distances from the mean: (2, channels).
 
-    Two sums, the second of what is left when the mean is taken away, so that a large mean does no harm. Without entries
-    both are 0.
+    The mean is subtracted before the second sum, so that a large mean does no harm. Without entries both are 0.
     """
     count = max(1, x.shape[0] * x.shape[2])
     mean = np.sum(x, axis=(0, 2)) / count
@@ -35,7 +32,7 @@ def channel_sums(g, x, mean):
 def normalize(x, weight, bias, eps, centred):
     """(x - mean) * rstd * weight + bias for every row, with rstd = 1 / sqrt(mean((x - mean)^2) + eps); mean and rstd.
 
-    weight, bias: (n,), or None. centred: whether the mean is taken away; else it is 0 (RMS norm). mean, rstd: (...).
+    weight, bias: (n,), or None. centred: whether the mean is subtracted; else it is 0 (RMS norm). mean, rstd: (...).
     """
     mean = np.mean(x, axis=-1) if centred else np.zeros_like(x[..., 0])
     z = x - mean[..., None]

@@ -1,4 +1,4 @@
-"""Random numbers by counting: entry i of an array depends on the key and on i alone, so any box can be made by itself.
+"""Counter-based random numbers: entry i of an array depends on the key and i alone, so any box can be made alone.
 
 Philox4x32-10 turns a counter of four words of 32 bits and a key of two into four random words: J. K. Salmon,
 M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Word k of the stream of a
@@ -15,18 +15,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-__all__ = [
-    "random_bits",
-    "random_exponential",
-    "random_gumbel",
-    "random_normal",
-    "random_truncated",
-    "random_uniform",
-]
-
 
 def philox4x32(counter, key):
-    """Four random words for each counter, (..., 4), in ten rounds of multiplications, whose halves are exchanged."""
+    """Four random words for each counter, (..., 4): ten rounds of multiplications that exchange their halves."""
     x0, x1, x2, x3 = np.moveaxis(np.asarray(counter, np.uint64), -1, 0)
     k0, k1 = (int(k) for k in key)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -41,30 +32,30 @@ def random_bits(key, shape, box, dtype, domain=0):
     """Random integers of all values of a dtype, uint32 or uint64. domain: which of 2^32 streams of the key."""
     index = np.zeros([stop - start for start, stop in box], np.uint64)
     for d, (start, stop) in enumerate(box):
-        along = np.arange(start, stop, dtype=np.uint64).reshape([-1] + [1] * (len(box) - d - 1))
-        index = index * np.uint64(shape[d]) + along
+        indices = np.arange(start, stop, dtype=np.uint64).reshape([-1] + [1] * (len(box) - d - 1))
+        index = index * np.uint64(shape[d]) + indices
     words = [index] if np.dtype(dtype).itemsize < 8 else [index * np.uint64(2), index * np.uint64(2) + np.uint64(1)]
-    found = [_word(key, k, domain) for k in words]
-    return found[0] if len(found) == 1 else found[0] | found[1].astype(np.uint64) << np.uint64(32)
+    drawn = [_word(key, k, domain) for k in words]
+    return drawn[0] if len(drawn) == 1 else drawn[0] | drawn[1].astype(np.uint64) << np.uint64(32)
 
 
 def _word(key, k, domain):
     block = k >> np.uint64(2)
     zero = np.zeros_like(block)
     counter = [block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), zero, zero + np.uint64(domain)]
-    four = philox4x32(np.stack(counter, -1), key)
-    return np.take_along_axis(four, (k & np.uint64(3)).astype(np.int64)[..., None], -1)[..., 0]
+    block_words = philox4x32(np.stack(counter, -1), key)
+    return np.take_along_axis(block_words, (k & np.uint64(3)).astype(np.int64)[..., None], -1)[..., 0]
 
 
 def _halves(bits, count):
-    """Numbers u and 1 - u between 0 and 1, both to full relative precision: of the last `count` of random bits."""
+    """Numbers u and 1 - u between 0 and 1, both to full relative precision, of the last `count` random bits."""
     j = bits & bits.dtype.type(2**count - 1)
     k = bits.dtype.type(2**count - 1) - j
     return tuple(np.ldexp((2 * i.astype(np.uint64) + 1).astype(float), -count - 1) for i in (j, k))
 
 
 def random_uniform(key, shape, box, dtype, low, high):
-    """Numbers from low up to, and without, high: low + (high - low) k / 2^p, of p random bits, as many as the dtype
+    """Numbers from low up to, but without, high: low + (high - low) k / 2^p, of p random bits, as many as the dtype
     holds: 24 in float32, 53 in float64, 11 in float16, 8 in bfloat16."""
     bits = random_bits(key, shape, box, dtype)
     p = {"float64": 53, "float32": 24, "float16": 11}.get(np.dtype(dtype).name, 8)
@@ -73,7 +64,7 @@ def random_uniform(key, shape, box, dtype, low, high):
 
 
 def random_normal(key, shape, box, dtype):
-    """Numbers of the normal distribution: its quantiles at the random bits, of which the first is the sign."""
+    """Numbers of the normal distribution: its quantiles at random bits, the first of which is the sign."""
     bits = random_bits(key, shape, box, dtype)
     count = 8 * bits.itemsize - 1
     _, tail = _halves(bits, count)
@@ -81,9 +72,9 @@ def random_normal(key, shape, box, dtype):
 
 
 def random_truncated(key, shape, box, dtype, low, high):
-    """Numbers of the normal distribution, given that they lie between low and high."""
+    """Numbers of the normal distribution, truncated to low and high."""
     wide = np.float64 if np.dtype(dtype).itemsize == 8 else np.float32
-    if low >= 0 or high <= 0:  # both on one side: the tail is drawn, which is small
+    if low >= 0 or high <= 0:  # both on one side of 0: draw the tail, which is small
         near, far = sorted((abs(low), abs(high)))
         tail = random_uniform(key, shape, box, wide, erfc(far / sqrt(2)), erfc(near / sqrt(2)))
         x = _quantile(np.maximum(tail, _least(dtype))) * (1 if low >= 0 else -1)
@@ -94,12 +85,12 @@ def random_truncated(key, shape, box, dtype, low, high):
 
 
 def _least(dtype):
-    """The least tail that is drawn."""
+    """The smallest tail that is drawn."""
     return 2.0**-64 if np.dtype(dtype).itemsize == 8 else 2.0**-32
 
 
 def _quantile(tail):
-    """The x beyond which, on both sides, the normal distribution has this much."""
+    """The x that a normal number exceeds in absolute value with this probability."""
     return -np.vectorize(NormalDist().inv_cdf, otypes=[float])(tail / 2)
 
 

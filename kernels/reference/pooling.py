@@ -1,31 +1,29 @@
 """Pooling: the largest entry, or the mean, of every window. x: (N, C, *spatial).
 
 window, stride, dilation: a tuple of ints, one for each spatial dimension; padding: of pairs (low, high), not negative.
-ceil_mode: what is left over at the end has an output too (`spmd.kernels.windows.output_length`).
+ceil_mode: a last partial window has an output too (`spmd.kernels.windows.output_length`).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from spmd.kernels.windows import Window
-
-__all__ = ["avg_pool", "avg_pool_vjp", "max_pool", "max_pool_gather", "max_pool_vjp"]
+from spmd.kernels.windows import windows
 
 
 def max_pool(x, window, stride, padding, dilation, ceil_mode=False):
-    """The largest entry of every window, and which it is: its place among the spatial entries of x, in row-major order.
+    """The largest entry of every window, and its index among the spatial entries of x, in row-major order.
 
-    Of equal ones the first wins, in row-major order; the first NaN wins over all; padding never wins. A window of
-    padding alone has the least number of the dtype (-inf), and the index -1.
+    The first of equal entries counts, in row-major order; the first NaN counts before all; padding never counts. A
+    window of padding alone has the lowest number of the dtype (-inf), and the index -1.
     """
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
-    place = _windows(np.arange(np.prod(x.shape[2:], dtype=int)).reshape(1, 1, *x.shape[2:]), geometry, -1)
-    least = -np.inf if x.dtype.kind != "i" else np.iinfo(x.dtype).min
-    entries = _windows(x, geometry, least)
-    top = np.max(entries, axis=-1, keepdims=True, initial=least)
-    won = (place >= 0) & ((entries == top) | (entries != entries))
-    index = np.take_along_axis(np.where(won, place, -1), np.argmax(won, axis=-1)[..., None], axis=-1)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    indices = _windows(np.arange(np.prod(x.shape[2:], dtype=int)).reshape(1, 1, *x.shape[2:]), geometry, -1)
+    lowest = -np.inf if x.dtype.kind != "i" else np.iinfo(x.dtype).min
+    entries = _windows(x, geometry, lowest)
+    top = np.max(entries, axis=-1, keepdims=True, initial=lowest)
+    is_largest = (indices >= 0) & ((entries == top) | (entries != entries))
+    index = np.take_along_axis(np.where(is_largest, indices, -1), np.argmax(is_largest, axis=-1)[..., None], axis=-1)
     return top[..., 0], index[..., 0]
 
 
@@ -40,32 +38,32 @@ def max_pool_gather(x, index):
 
 
 def max_pool_vjp(g, index, shape, window, stride, padding, dilation):
-    """The cotangent of x: (N, C, *shape), given that of max_pool(x): g is added to the entries that won.
+    """The cotangent of x: (N, C, *shape), given that of max_pool(x): g is added to the largest entries.
 
     Linear in g; its adjoint is max_pool_gather.
     """
     out = np.zeros_like(g, shape=(*g.shape[:2], int(np.prod(shape)) + 1))
     n, c = np.indices(g.shape)[:2]
-    np.add.at(out, (n, c, index), g)  # the index -1 is the last place, which is dropped
+    np.add.at(out, (n, c, index), g)  # the index -1 is the last entry, which is dropped
     return out[..., :-1].reshape(*g.shape[:2], *shape)
 
 
 def avg_pool(x, window, stride, padding, dilation, ceil_mode=False, count_include_pad=True):
     """The mean of every window. Padding counts as zeros, or not at all (count_include_pad=False).
 
-    What lies beyond the padding, as ceil_mode may read it, does not count; nothing at all has the mean 0. Linear; its
-    adjoint is avg_pool_vjp.
+    Entries beyond the padding, which ceil_mode may read, do not count; the mean of none is 0. Linear; its adjoint is
+    avg_pool_vjp.
     """
-    geometry = _geometry(x.shape[2:], window, stride, padding, dilation, ceil_mode)
+    geometry = windows(x.shape[2:], window, stride, padding, dilation, ceil_mode)
     return np.sum(_windows(x, geometry, 0), axis=-1) * _shares(geometry, count_include_pad).astype(x.real.dtype)
 
 
 def avg_pool_vjp(g, shape, window, stride, padding, dilation, ceil_mode=False, count_include_pad=True):
-    """The cotangent of x: (N, C, *shape), given that of avg_pool(x): each entry of g is shared among its window.
+    """The cotangent of x: (N, C, *shape), given that of avg_pool(x): each entry of g is spread evenly over its window.
 
     Linear; its adjoint is avg_pool.
     """
-    geometry = _geometry(shape, window, stride, padding, dilation, ceil_mode)
+    geometry = windows(shape, window, stride, padding, dilation, ceil_mode)
     share = g * _shares(geometry, count_include_pad).astype(g.real.dtype)
     out = np.zeros_like(g, shape=(*g.shape[:2], *(w.low + w.n + w.high for w in geometry)))
     for taps in np.ndindex(*window):
@@ -74,11 +72,6 @@ def avg_pool_vjp(g, shape, window, stride, padding, dilation, ceil_mode=False, c
         view = out[(..., *reads)]
         view += share[(..., *map(slice, view.shape[2:]))]
     return out[(..., *(slice(w.low, w.low + w.n) for w in geometry))]
-
-
-def _geometry(shape, window, stride, padding, dilation, ceil_mode):
-    each = zip(shape, window, stride, padding, dilation, strict=True)
-    return [Window.of(n, k, s, p, r, ceil_mode) for n, k, s, p, r in each]
 
 
 def _windows(x, geometry, fill):
@@ -91,7 +84,7 @@ def _windows(x, geometry, fill):
 
 
 def _shares(geometry, count_include_pad):
-    """1 / the entries of every window that count."""
+    """1 / the number of entries of every window that count."""
     shares = np.ones(())
     for w in geometry:
         shares = shares[..., None] / np.maximum(w.counts(count_include_pad), 1)

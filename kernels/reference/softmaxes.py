@@ -1,26 +1,12 @@
-"""Softmax and kin, along the last axis. x: (..., n), floating."""
+"""Softmax and related functions along the last axis. x: (..., n), floating."""
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = [
-    "cross_entropy",
-    "cross_entropy_and_gradient",
-    "exp_sums",
-    "log_softmax",
-    "log_softmax_vjp",
-    "logsumexp",
-    "scaled_exp",
-    "soft_cross_entropy",
-    "soft_cross_entropy_and_gradient",
-    "softmax",
-    "softmax_vjp",
-]
-
 
 def softmax(x):
-    """exp(x) / sum(exp(x)). The largest entry is taken away first, so that nothing overflows."""
+    """exp(x) / sum(exp(x)). The largest entry is subtracted first, so that nothing overflows."""
     e = np.exp(x - np.max(x, axis=-1, keepdims=True, initial=-np.inf))
     return e / np.sum(e, axis=-1, keepdims=True)
 
@@ -42,7 +28,7 @@ def log_softmax_vjp(g, y):
 
 
 def logsumexp(x):
-    """log(sum(exp(x))). A row that holds inf gives inf, one of -inf only (of nothing, too) gives -inf. Gives (...)."""
+    """log(sum(exp(x))), (...). A row with an inf gives inf; a row of -inf only, or an empty one, gives -inf."""
     top = np.max(x, axis=-1, initial=-np.inf)
     shift = np.where(np.isinf(top), 0, top)
     with np.errstate(divide="ignore"):
@@ -50,7 +36,7 @@ def logsumexp(x):
 
 
 def scaled_exp(g, x, y):
-    """g * exp(x - y), where g and y, (...), have a number for each row, not smaller than the row's entries.
+    """g * exp(x - y), where g and y, (...), have a number for each row, and y is not smaller than the row's entries.
 
     The cotangent of x, given that of y = logsumexp(x): zero where y is -inf. As a map of g its adjoint is
     h -> sum(h * exp(x - y)).
@@ -61,11 +47,11 @@ def scaled_exp(g, x, y):
 def exp_sums(x, top, labels):
     """sum(exp(x - top)), x[label] and sum(x) of each row, along a new first axis: (3, ...).
 
-    top: (...), not smaller than the row's entries; -inf stands for 0. labels: (...), integers; one that is not in
-    0 to n - 1 gives 0. What a worker that has some of the classes knows of a cross-entropy.
+    top: (...), not smaller than the row's entries; -inf stands for 0. labels: (...), integers; one outside 0 to n - 1
+    gives 0. The part of a cross-entropy that a worker with some of the classes computes.
     """
-    mine = (labels >= 0) & (labels < x.shape[-1])
-    chosen = np.sum(np.where(mine[..., None] & (np.arange(x.shape[-1]) == labels[..., None]), x, 0), axis=-1)
+    inside = (labels >= 0) & (labels < x.shape[-1])
+    chosen = np.sum(np.where(inside[..., None] & (np.arange(x.shape[-1]) == labels[..., None]), x, 0), axis=-1)
     sums = np.sum(np.exp(x - np.where(top == -np.inf, 0, top)[..., None]), axis=-1)
     return np.stack([sums, chosen, np.sum(x, axis=-1)])
 
@@ -84,8 +70,8 @@ def cross_entropy_and_gradient(x, labels, smoothing=0.0, ignore=None):
     loss = -(1 - smoothing) * np.sum(np.where(onehot, y, 0), axis=-1)
     loss = loss - (smoothing * np.mean(y, axis=-1) if smoothing else 0)
     d = np.exp(y) - (1 - smoothing) * onehot - smoothing / x.shape[-1]
-    kept = np.not_equal(labels, np.nan if ignore is None else ignore)
-    return np.where(kept, loss, 0), np.where(kept[..., None], d, 0)
+    counted = np.not_equal(labels, np.nan if ignore is None else ignore)
+    return np.where(counted, loss, 0), np.where(counted[..., None], d, 0)
 
 
 def soft_cross_entropy(x, t):

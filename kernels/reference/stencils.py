@@ -1,7 +1,7 @@
 """Stencils: each entry of the result is a weighted sum of entries of x at fixed offsets from it.
 
-x (..., *n): the last dimensions are those of the offsets. Around x stand zeros, `padding` (low, high) in each of them;
-the result has an entry wherever all offsets stay inside, so padding that is as wide as the offsets reach keeps n.
+x (..., *n): the last dimensions are those of the offsets. x is padded by zeros, `padding` (low, high) in each of them.
+The result has an entry wherever all offsets stay inside, so padding as wide as the offsets reach keeps n.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ import numpy as np
 
 from spmd.kernels.windows import reach
 
-__all__ = ["stencil", "stencil_weights"]
-
 
 def _shifted(x, offsets, padding):
-    """For each offset the entries of x that the result sees there."""
+    """For each offset, the entries of x that the result reads there."""
     dims = len(padding)
     ends = reach(offsets)
     wide = np.pad(x, [(0, 0)] * (x.ndim - dims) + list(padding))
@@ -27,8 +25,8 @@ def _shifted(x, offsets, padding):
 def stencil(x, offsets, weights, padding, loose=()):
     """y[i] = sum over k of weights[k] * x[i + offsets[k]].
 
-    loose: dimensions of the offsets at whose ends the entries that see padding may be anything: nobody reads them.
-    Linear in x. Adjoint: the stencil of the negated offsets, padded by what the first one took away.
+    loose: dimensions of the offsets at whose ends entries that read padding are arbitrary: nobody reads them.
+    Linear in x. Adjoint: the stencil of the negated offsets, with the padding that restores n.
     """
     return sum(
         np.asarray(w).astype(x.dtype) * part for w, part in zip(weights, _shifted(x, offsets, padding), strict=True)

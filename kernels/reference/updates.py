@@ -1,14 +1,12 @@
-"""Steps of optimisers: new parameters and new state, from parameters p, gradient g and state, all of one shape.
+"""Optimiser steps: new parameters and new state, from parameters p, gradient g and state, all of one shape.
 
-State is float32 where p and g are of a short floating-point type. over: the results are written over p and the state,
-which are C-contiguous then, and share no memory.
+State is float32 where p and g have a short dtype. over: the results are written over p and the state, which must be
+C-contiguous and share no memory.
 """
 
 from __future__ import annotations
 
 import numpy as np
-
-__all__ = ["adamw", "sgd"]
 
 
 def sgd(p, g, v, rate, momentum, nesterov, over=False):

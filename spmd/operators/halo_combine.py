@@ -114,7 +114,7 @@ class ResultBuffer(NamedTuple):
             buffer[self.window] = x
             return buffer, buffer
         if self.ahead is not None and not borrowed and type(x) is np.ndarray:
-            pooled = pool.around(x, self.ahead * x.itemsize, self.shape)
+            pooled = pool.extended(x, self.ahead * x.itemsize, self.shape)
             if pooled is not None:
                 return pooled
         buffer = empty(self.shape, x)

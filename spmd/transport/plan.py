@@ -357,10 +357,10 @@ class Concatenate(Combine):
         length = sum(s[axis] for s in shapes) if self.tiled else len(shapes)
         shape = (*shapes[0][:axis], length, *shapes[0][axis + self.tiled :])
         places = self._places(shapes)
-        empty = np.empty if nbytes < pool.LEAST else pool.empty
+        empty = np.empty if nbytes < pool.POOL_MIN else pool.empty
 
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
-            if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.plain(nbytes)):
+            if not (fresh and places and type(blocks[0]) is np.ndarray and split_work.is_plain_copy(nbytes)):
                 return read_only(whole(blocks, axis, fresh))
             out = empty(shape, plan.dtype)
             for place, block in zip(places, blocks, strict=True):

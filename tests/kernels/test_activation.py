@@ -75,8 +75,8 @@ def test_large_numbers_and_nan(kind, compiled):
         getattr(spmd.kernels.reference, n)(*a)
         for n, a in (("activate", (x.astype(float), None, kind)), ("activate_vjp", (1.0, x.astype(float), None, kind)))
     ]
-    for found, wanted in zip((y, d), exact, strict=True):
-        np.testing.assert_allclose(found[1:], wanted[1:], rtol=1e-5, atol=1e-30)
+    for actual, wanted in zip((y, d), exact, strict=True):
+        np.testing.assert_allclose(actual[1:], wanted[1:], rtol=1e-5, atol=1e-30)
     assert np.isnan(y[0])
 
 
@@ -87,12 +87,10 @@ def test_large_numbers_and_nan(kind, compiled):
 def _apply(out, x, which):
     for i in range(len(x)):
         if which == 0:
-            out[i] = elementary.exp(x[i])
-        elif which == 1:
             out[i] = elementary.exp_below(x[i])
-        elif which == 2:
+        elif which == 1:
             out[i] = elementary.expm1_below(x[i])
-        elif which == 3:
+        elif which == 2:
             out[i] = elementary.log1p_unit(x[i])
         else:
             out[i] = elementary.mills(x[i])
@@ -101,24 +99,24 @@ def _apply(out, x, which):
 def exact(which, x):
     scipy = pytest.importorskip("scipy.special")
     wide = x.astype(np.longdouble)
-    if which == 4:
+    if which == 3:
         return np.sqrt(np.pi / 2) * scipy.erfcx(x.astype(float) / np.sqrt(2))
-    return (np.exp, np.exp, np.expm1, np.log1p)[which](wide)
+    return (np.exp, np.expm1, np.log1p)[which](wide)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.parametrize(
     ("which", "low", "high"),
-    [(0, -80, 80), (1, -87, 0), (2, -20, 0), (2, -1e-3, 0), (3, 0, 1), (3, 0, 1e-3), (4, 0, 14)],
+    [(0, -87, 0), (1, -20, 0), (1, -1e-3, 0), (2, 0, 1), (2, 0, 1e-3), (3, 0, 14)],
 )
 def test_elementary_functions(which, low, high, dtype):
     x = np.random.default_rng(which).uniform(low, high, 20000).astype(dtype)
     out = np.empty_like(x)
     _apply(out, x, which)
     wanted = exact(which, x)
-    assert np.max(np.abs(out - wanted) / np.spacing(np.abs(wanted).astype(dtype))) < (4 if which < 4 else 16)
-    if which == 4:
+    assert np.max(np.abs(out - wanted) / np.spacing(np.abs(wanted).astype(dtype))) < (4 if which < 3 else 16)
+    if which == 3:
         plain = elementary.mills(x)
         assert plain.dtype == dtype
         np.testing.assert_allclose(plain, out, rtol=16 * np.finfo(dtype).eps)
@@ -128,7 +126,7 @@ def test_elementary_functions(which, low, high, dtype):
 @pytest.mark.parametrize("dtype", REAL)
 def test_elementary_functions_of_what_is_not_finite(dtype):
     x, out = np.array([np.nan, -np.inf, 0, -1e30], dtype), np.empty(4, dtype)
-    for which, wanted in ((0, [np.nan, 0, 1, 0]), (1, [np.nan, 0, 1, 0]), (2, [np.nan, -1, 0, -1])):
+    for which, wanted in ((0, [np.nan, 0, 1, 0]), (1, [np.nan, -1, 0, -1])):
         _apply(out, x, which)
         np.testing.assert_array_equal(out, wanted)
 
@@ -221,12 +219,12 @@ def test_the_cotangent_may_be_written_over_the_one_that_came(kind, dtype, compil
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_a_cotangent_that_nobody_else_has_is_written_over(kind):
     x, bias = X[:, :3], np.array([0.1, -0.2, 0.3])
-    kept = []
+    received = []
 
     def watched(y):
         """Keeps the cotangent that comes, and hands it on as it is."""
         f = spmd.custom_vjp(lambda y: y)
-        f.defvjp(lambda y: (y, None), lambda _, g: (kept.append(g) or g,))
+        f.defvjp(lambda y: (y, None), lambda _, g: (received.append(g) or g,))
         return f(y)
 
     def loss(x, b):
@@ -238,7 +236,7 @@ def test_only_a_cotangent_that_nobody_else_has_is_written_over(kind):
         slope = cpu.activate_vjp(np.ones_like(x), x, bias, kind, 0.01 if kind == "leaky_relu" else 1.0)
         np.testing.assert_allclose(dx, F.bias_act(x, bias, kind) + x * slope, rtol=1e-12)
         np.testing.assert_allclose(db, (x * slope).sum(0), rtol=1e-12, atol=1e-12)
-    np.testing.assert_array_equal(kept[0], x)
+    np.testing.assert_array_equal(received[0], x)
     _, pull = spmd.vjp(lambda x, b: F.bias_act(x, b, kind), x, bias)
     g = np.full_like(x, 2.0)
     first = pull(g)
@@ -293,10 +291,10 @@ def test_in_a_body(scheduler):
         return np.sum(F.bias_act(x, b, "silu") ** 2)
 
     for n in (6, 3):
-        for found, wanted in zip(
+        for actual, wanted in zip(
             spmd.grad(total, (0, 1))(X[:n], bias), spmd.grad(serial, (0, 1))(X[:n], bias), strict=True
         ):
-            np.testing.assert_allclose(found, wanted, atol=1e-13)
+            np.testing.assert_allclose(actual, wanted, atol=1e-13)
     spmd.check_grads(total, (X, bias), order=2)
 
 
@@ -351,15 +349,15 @@ def test_numbers_far_from_zero(compiled, dtype):
 def test_the_slope_of_a_sigmoid_near_one_is_not_lost():
     x = np.linspace(10, 80, 50, dtype=np.float32)
     with jit.off():
-        found = spmd.grad(lambda x: np.sum(F.sigmoid(x)))(x)
-    np.testing.assert_allclose(found, np.exp(-x.astype(float)), rtol=1e-4)
+        actual = spmd.grad(lambda x: np.sum(F.sigmoid(x)))(x)
+    np.testing.assert_allclose(actual, np.exp(-x.astype(float)), rtol=1e-4)
 
 
 def test_relu_of_integers():
     for dtype in ("int8", "int64", "uint16"):
-        found = F.relu(np.array([0, 5, 3], dtype) - np.array(3, "int8").astype(dtype) * (dtype != "uint16"))
-        assert found.dtype == dtype
-        assert found.tolist() == ([0, 5, 3] if dtype == "uint16" else [0, 2, 0])
+        actual = F.relu(np.array([0, 5, 3], dtype) - np.array(3, "int8").astype(dtype) * (dtype != "uint16"))
+        assert actual.dtype == dtype
+        assert actual.tolist() == ([0, 5, 3] if dtype == "uint16" else [0, 2, 0])
     assert F.relu(-3) == 0
     with pytest.raises(SpecError, match=r"real numbers.*\n.*astype"):
         F.relu(np.array([1j]))
@@ -388,12 +386,12 @@ def test_relu_whose_loops_are_its_own(shape, bias, dtype):
     with np.errstate(invalid="ignore"):
         z = x if b is None else x + b
         y, h = np.maximum(z, 0), g * (z > 0).astype(dtype)
-        found = cpu.activate(x, b, "relu"), cpu.activate_vjp(g, x, b, "relu")
+        actual = cpu.activate(x, b, "relu"), cpu.activate_vjp(g, x, b, "relu")
         into = g.copy()
         assert cpu.activate_vjp(into, x, b, "relu", 1.0, into) is into
         other = np.empty_like(g)
         assert cpu.activate_vjp(g, x, b, "relu", 1.0, other) is other
-    np.testing.assert_array_equal(found[0], y)
-    for a in (found[1], into, other):
+    np.testing.assert_array_equal(actual[0], y)
+    for a in (actual[1], into, other):
         np.testing.assert_array_equal(a, h)
         assert a.dtype == np.dtype(dtype)

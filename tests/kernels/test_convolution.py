@@ -14,7 +14,7 @@ import spmd
 from spmd import P, functions
 from spmd.errors import SpecError
 from spmd.kernels import cpu, jit
-from spmd.kernels.cpu import convolution as kernels
+from spmd.kernels.cpu import correlation
 from spmd.kernels.windows import output_length
 
 family = Family("convolution")
@@ -106,8 +106,8 @@ def test_equals_torch(data):
     more = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
     back, b = getattr(torch.nn.functional, f"conv_transpose{len(shape)}d"), rng.normal(size=c)
     expected = back(*map(torch.tensor, (y, w, b)), stride, padding, more, groups, dilation).numpy()
-    found = functions.conv_transpose(y, w, b, stride, padding, more, groups, dilation)
-    np.testing.assert_allclose(found, expected, atol=1e-10)
+    actual = functions.conv_transpose(y, w, b, stride, padding, more, groups, dilation)
+    np.testing.assert_allclose(actual, expected, atol=1e-10)
 
 
 @FEW
@@ -143,10 +143,10 @@ def test_entries_that_are_no_numbers_reach_the_weights_that_met_them_alone(engin
     g, x = rng.normal(size=(2, 3, 5, 38)), rng.normal(size=(2, 2, 7, 40))
     x[0, 1, :, -1], x[1, 1, -1] = np.nan, np.inf  # the last column, the last row
     with jit.off() if engine == "numpy" else contextlib.nullcontext():
-        found = cpu.conv_weight_adjoint(g, x, (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), 1)
+        actual = cpu.conv_weight_adjoint(g, x, (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1), 1)
     bad = np.zeros((3, 2, 3, 3), bool)
     bad[:, 1, :, 2] = bad[:, 1, 2] = True
-    np.testing.assert_array_equal(np.isfinite(found), ~bad)
+    np.testing.assert_array_equal(np.isfinite(actual), ~bad)
 
 
 CUT = {
@@ -167,7 +167,7 @@ CUT = {
 @pytest.mark.parametrize("case", CUT)
 def test_however_the_work_is_cut(monkeypatch, case, channels, part):
     """By examples, groups and rows; entries around the arrays, which do not belong to them, are no numbers."""
-    monkeypatch.setattr(kernels, "_PART", part)
+    monkeypatch.setattr(correlation, "_PART_BYTES", part)
     shape, kernel, *options = CUT[case]
     n, c, o, groups = channels
     rng = np.random.default_rng(0)
@@ -181,18 +181,18 @@ def test_however_the_work_is_cut(monkeypatch, case, channels, part):
     for dtype in ("float32", "float64"):
         x, w = within(dtype, n, c, *shape), within(dtype, o, c // groups, *kernel)
         g = within(dtype, n, o, *outputs(shape, kernel, options))
-        made = lambda x=x, w=w, g=g: (
+        compute = lambda x=x, w=w, g=g: (
             cpu.conv(x, w, *options, groups),
             cpu.conv_input_adjoint(g, w, shape, *options, groups),
             cpu.conv_weight_adjoint(g, x, kernel, *options, groups),
             cpu.conv_weight_adjoint(np.ascontiguousarray(g), x, kernel, *options, groups),
         )
-        found = made()
+        actual = compute()
         with jit.off():
-            monkeypatch.setattr(kernels, "_PART", 1 << 30)
-            expected = made()
-            monkeypatch.setattr(kernels, "_PART", part)
-        for y, z in zip(found, expected, strict=True):  # sums of small integers: exact
+            monkeypatch.setattr(correlation, "_PART_BYTES", 1 << 30)
+            expected = compute()
+            monkeypatch.setattr(correlation, "_PART_BYTES", part)
+        for y, z in zip(actual, expected, strict=True):  # sums of small integers: exact
             np.testing.assert_array_equal(y, z)
 
 
@@ -227,8 +227,8 @@ def test_over_blocks_with_halos(scheduler, workers, stride):
     serial = lambda x, w, b: np.sum(functions.conv(x, w, b, stride, 1) * g)
     expected, exact = spmd.value_and_grad(serial, (0, 1, 2))(x, w, b)
     np.testing.assert_allclose(float(value), expected, rtol=1e-12)
-    for found, of_all in zip(grads, exact, strict=True):
-        np.testing.assert_allclose(np.asarray(found), of_all, atol=1e-11)
+    for actual, of_all in zip(grads, exact, strict=True):
+        np.testing.assert_allclose(np.asarray(actual), of_all, atol=1e-11)
 
 
 x, w = np.ones((2, 4, 6, 6)), np.ones((3, 4, 3, 3))

@@ -52,9 +52,9 @@ def test_many_entries_of_few_rows(dtype):
     exact = np.stack([g[ids == k].astype(complex if dtype == np.complex64 else float).sum(0) for k in range(9)])
     for off in (jit.off(), contextlib.nullcontext()):
         with off:
-            found = cpu.add_rows(ids, g, 9)
-        assert found.dtype == dtype
-        np.testing.assert_allclose(found, exact, rtol=1e-3 if dtype == np.float16 else 1e-4)
+            actual = cpu.add_rows(ids, g, 9)
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(actual, exact, rtol=1e-3 if dtype == np.float16 else 1e-4)
 
 
 def test_on_the_device_an_id_out_of_range_shows():
@@ -62,9 +62,9 @@ def test_on_the_device_an_id_out_of_range_shows():
         pytest.skip("needs g++ and no GPU")
     with device.emulated() as gpu:
         put = device.put
-        found = device.get(gpu.take_rows(put(np.ones((2, 3), np.float32)), put(np.array([0, -1, 2, -2]))))
-    np.testing.assert_array_equal(found[:2], [[1] * 3, [0] * 3])
-    assert np.isnan(found[2:]).all()
+        actual = device.get(gpu.take_rows(put(np.ones((2, 3), np.float32)), put(np.array([0, -1, 2, -2]))))
+    np.testing.assert_array_equal(actual[:2], [[1] * 3, [0] * 3])
+    assert np.isnan(actual[2:]).all()
 
 
 # Functions
@@ -96,10 +96,10 @@ def test_as_in_torch():
     table, ids, h = rng.normal(size=(9, 5)), rng.integers(0, 9, (4, 6)), rng.normal(size=(4, 6, 5))
     table[2] = 0
     theirs = torch.tensor(table, requires_grad=True)
-    made = torch.nn.functional.embedding(torch.tensor(ids), theirs, padding_idx=2)
-    made.backward(torch.tensor(h))
+    rows_of_torch = torch.nn.functional.embedding(torch.tensor(ids), theirs, padding_idx=2)
+    rows_of_torch.backward(torch.tensor(h))
     ours, back = spmd.vjp(lambda t: embedding(t, ids, padding_idx=2), table)
-    np.testing.assert_array_equal(ours, made.detach().numpy())
+    np.testing.assert_array_equal(ours, rows_of_torch.detach().numpy())
     np.testing.assert_allclose(back(h)[0], theirs.grad.numpy(), rtol=1e-12)
     np.testing.assert_array_equal(one_hot(ids, 9, np.int64), torch.nn.functional.one_hot(torch.tensor(ids), 9).numpy())
 
@@ -187,9 +187,9 @@ def test_rows_of_booleans_and_of_short_integers():
     for dtype in (bool, np.int8, np.uint16):
         for off in (False, True):
             with jit.off() if off else contextlib.nullcontext():
-                found = add_rows(ids, g.astype(dtype), 3)
-            assert found.dtype == dtype
-            np.testing.assert_array_equal(found, reference.add_rows(ids, g.astype(dtype), 3))
+                actual = add_rows(ids, g.astype(dtype), 3)
+            assert actual.dtype == dtype
+            np.testing.assert_array_equal(actual, reference.add_rows(ids, g.astype(dtype), 3))
 
 
 def test_what_is_no_dtype_is_an_error():

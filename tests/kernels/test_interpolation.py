@@ -122,8 +122,8 @@ def test_blocks_with_the_needed_halo_resize_as_the_whole(method, n, m, scheduler
         k = spmd.worker_index("rows")
         return resample(x, taps.part(plan.output_bounds[k], plan.needs[k]), axis=0)
 
-    found = mesh.map(local, in_specs=spec, out_specs=spec)(x)
-    np.testing.assert_allclose(found.numpy(), resize(x, (m, 3), method), atol=1e-14)
+    actual = mesh.map(local, in_specs=spec, out_specs=spec)(x)
+    np.testing.assert_allclose(actual.numpy(), resize(x, (m, 3), method), atol=1e-14)
     energy = mesh.map(lambda x: spmd.sum(np.sin(local(x)), "rows"), in_specs=spec, out_specs=P())
     serial = spmd.grad(lambda x: np.sum(np.sin(resize(x, (m, 3), method))))(x)
     np.testing.assert_allclose(np.asarray(spmd.grad(energy)(x)), serial, atol=1e-13)
@@ -148,8 +148,8 @@ def test_cubic_samples_at_halves_are_those_of_resize(boundary):
     x = np.random.default_rng(0).normal(size=(1, 12))
     places = (np.arange(24) + 0.5) / 2 - 0.5
     inner = slice(4, -4)
-    found = sample(x, places[:, None], "cubic", boundary, cubic=-0.75)[:, inner]
-    np.testing.assert_allclose(found, resize(x, (1, 24), "cubic", cubic=-0.75)[:, inner], atol=1e-14)
+    actual = sample(x, places[:, None], "cubic", boundary, cubic=-0.75)[:, inner]
+    np.testing.assert_allclose(actual, resize(x, (1, 24), "cubic", cubic=-0.75)[:, inner], atol=1e-14)
     i = np.arange(12.0)
     square = sample(i**2 - 3 * i, places[inner, None], "cubic", boundary)
     np.testing.assert_allclose(square, places[inner] ** 2 - 3 * places[inner], atol=1e-12)
@@ -184,9 +184,9 @@ def test_a_point_that_is_no_number_has_no_value():
     points = np.array([[np.nan], [np.inf], [-np.inf], [1e300]])
     for method in ("nearest", "linear", "cubic"):
         for boundary in BOUNDARIES:
-            found = sample(np.ones(5), points, method, boundary)
-            assert np.isnan(found[:3]).all()
-            assert np.isfinite(found[3])
+            actual = sample(np.ones(5), points, method, boundary)
+            assert np.isnan(actual[:3]).all()
+            assert np.isfinite(actual[3])
     assert sample(np.ones((2, 0)), np.ones((3, 1))).tolist() == [[0] * 3] * 2
 
 
@@ -201,8 +201,8 @@ def test_points_in_a_body_on_uneven_and_empty_blocks(scheduler):
     for m in (7, 3):
         x, points = rng.normal(size=(2, 5, 6)), rng.uniform(0, 5, size=(m, 2))
         total = mesh.map(lambda x, p: spmd.psum(receivers(x, p), "data"), in_specs=(P(), P("data")), out_specs=P())
-        found = spmd.grad(total, argnums=(0, 1))(x, points)
-        for ours, serial in zip(found, spmd.grad(receivers, argnums=(0, 1))(x, points), strict=True):
+        actual = spmd.grad(total, argnums=(0, 1))(x, points)
+        for ours, serial in zip(actual, spmd.grad(receivers, argnums=(0, 1))(x, points), strict=True):
             np.testing.assert_allclose(np.asarray(ours), serial, atol=1e-13)
         slopes = lambda p, x=x: spmd.grad(receivers, argnums=1)(x, p)
         second = lambda p, slopes=slopes: spmd.grad(lambda p: np.sum(slopes(p) ** 2))(p)

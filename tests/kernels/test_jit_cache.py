@@ -1,4 +1,4 @@
-"""The folder of compiled loops: what lies there is run, so nobody else may put anything there."""
+"""The folder of compiled loops: its files are executed, so nobody else may write there."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="there are no 
 def test_modes_of_the_folder(mode, words, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getgid", lambda: os.getuid() + 1)  # The group is not one of this user alone.
     tmp_path.chmod(mode)
-    said = jit_cache.intruders(tmp_path)
-    assert words in said
-    assert bool(said) == bool(words)
+    reason = jit_cache.unsafe(tmp_path)
+    assert words in reason
+    assert bool(reason) == bool(words)
 
 
 def test_a_group_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getgid", lambda: tmp_path.stat().st_gid)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_gid)
     tmp_path.chmod(0o775)
-    assert jit_cache.intruders(tmp_path) == ""
+    assert jit_cache.unsafe(tmp_path) == ""
     tmp_path.chmod(0o777)
-    assert "mode 777" in jit_cache.intruders(tmp_path)
+    assert "mode 777" in jit_cache.unsafe(tmp_path)
 
 
 def test_the_folder_of_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(jit_cache, "_owners", lambda: {os.getuid() + 1})
-    assert f"belongs to user {os.getuid()}" in jit_cache.intruders(tmp_path)
+    assert f"belongs to user {os.getuid()}" in jit_cache.unsafe(tmp_path)
 
 
 def test_the_file_of_another_user_is_not_run(tmp_path, monkeypatch):
@@ -63,7 +63,7 @@ for w in caught: print(w.message)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_are_kept_only_where_nobody_else_may_write(tmp_path):
+def test_loops_are_cached_only_where_nobody_else_may_write(tmp_path):
     def run() -> tuple[str, str]:
         ended = run_python("-c", PROGRAM, NUMBA_CACHE_DIR=str(tmp_path), timeout=120)
         assert ended.returncode == 0, str(ended)
@@ -72,12 +72,12 @@ def test_loops_are_kept_only_where_nobody_else_may_write(tmp_path):
 
     assert [run()[0], run()[0]] == ["0 0", "0 1"], "the second process finds it"
     (folder,) = {path.parent for path in Path(tmp_path).rglob("*.nbc")}
-    kept = len(list(folder.iterdir()))
+    files = len(list(folder.iterdir()))
     folder.chmod(0o777)
-    first, said = run()
+    first, message = run()
     assert first == "1 0", "nothing is run that others may have put there"
-    assert f"the folder {str(folder)!r} to keep them in; its mode 777 lets others write to it" in said
-    assert f"chmod go-w {folder}" in said
-    assert len(list(folder.iterdir())) == kept
+    assert f"the folder {str(folder)!r} to cache them in; its mode 777 lets others write to it" in message
+    assert f"chmod go-w {folder}" in message
+    assert len(list(folder.iterdir())) == files
     folder.chmod(0o755)
     assert run()[0] == "0 1"

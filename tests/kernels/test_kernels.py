@@ -32,15 +32,15 @@ def source(engine: str, family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_the_kernels_of_the_family(engine, family):
-    assert sorted(source(engine, family).__all__) == sorted(FAMILIES[family])
+    assert all(callable(getattr(source(engine, family), name)) for name in FAMILIES[family])
 
 
 @pytest.mark.parametrize(("family", "name"), NAMES)
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_signatures_are_those_of_the_reference(engine, family, name):
     def parameters(engine):
-        found = inspect.signature(getattr(source(engine, family), name)).parameters.values()
-        return [(p.name, p.kind, p.default) for p in found]
+        actual = inspect.signature(getattr(source(engine, family), name)).parameters.values()
+        return [(p.name, p.kind, p.default) for p in actual]
 
     assert parameters(engine) == parameters("reference")
 
@@ -84,7 +84,7 @@ def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
         pass
 
     loops = jit.Loops(nothing, (), frozenset())
-    threads = [threading.Thread(target=lambda: (loops._compile(), done.append("made"))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: (loops._compile(), done.append("compiled"))) for _ in range(2)]
     threads[0].start()
     assert began.wait(10)
     threads[1].start()
@@ -93,13 +93,13 @@ def test_loops_are_not_compiled_before_all_they_call_is_declared(monkeypatch):
     go.set()
     for thread in threads:
         thread.join(10)
-    assert done == ["declared", "made", "made"]
+    assert done == ["declared", "compiled", "compiled"]
 
 
-# Memory that is used again
+# The memory pool
 
 
-def test_large_memory_is_used_again_when_the_last_view_is_gone():
+def test_large_memory_is_reused_when_the_last_view_is_gone():
     pool.release()
     x = pool.empty((1024, 256))
     at, view = x.ctypes.data, x[3:].T
@@ -115,69 +115,69 @@ def test_large_memory_is_used_again_when_the_last_view_is_gone():
     assert pool.empty((512, 512), np.float64).ctypes.data == at
 
 
-def test_what_has_lain_idle_the_longest_goes_first():
-    idle = pool._Idle(5 << 20)
-    pieces = [pool.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1)]
-    for piece in pieces:
-        idle.give(piece)
-    assert idle.nbytes == 4 << 20, "the oldest one of 2 MB had to go"
-    assert idle.take(3 << 20) is None
-    assert [idle.take(1 << 20) for _ in range(3)] == [pieces[3], pieces[1], None]
-    assert [idle.take(2 << 20) for _ in range(2)] == [pieces[2], None]
-    assert idle.nbytes == 0
-    idle.give(pool.Memory(6 << 20))
-    assert idle.nbytes == 0, "more than may lie idle at all"
+def test_the_oldest_idle_slab_is_dropped_first():
+    free = pool._FreeList(5 << 20)
+    slabs = [pool.Slab(megabytes << 20) for megabytes in (2, 1, 2, 1)]
+    for slab in slabs:
+        free.give(slab)
+    assert free.nbytes == 4 << 20, "the oldest one of 2 MB had to go"
+    assert free.take(3 << 20) is None
+    assert [free.take(1 << 20) for _ in range(3)] == [slabs[3], slabs[1], None]
+    assert [free.take(2 << 20) for _ in range(2)] == [slabs[2], None]
+    assert free.nbytes == 0
+    free.give(pool.Slab(6 << 20))
+    assert free.nbytes == 0, "more than may lie idle at all"
 
 
-def test_what_has_lain_idle_for_long_is_let_go_of():
-    idle = pool._Idle(99 << 20)
-    pieces = [pool.Memory(megabytes << 20) for megabytes in (2, 1, 2, 1, 3)]
-    for piece in pieces:
-        idle.give(piece)
-    idle.let_go(9 << 20, 5)
-    assert idle.nbytes == 9 << 20, "after none were so many others left"
-    idle.let_go(1, 2)
-    assert idle.nbytes == 7 << 20, "the oldest one is enough"
-    idle.let_go(9 << 20, 2)
-    assert idle.nbytes == 4 << 20
-    assert idle.take(2 << 20) is None
-    idle.let_go(9 << 20, 0)
-    assert idle.nbytes == 0
-    idle.let_go(9 << 20, 0)
+def test_slabs_that_are_idle_for_long_are_dropped():
+    free = pool._FreeList(99 << 20)
+    slabs = [pool.Slab(megabytes << 20) for megabytes in (2, 1, 2, 1, 3)]
+    for slab in slabs:
+        free.give(slab)
+    free.release_old(9 << 20, 5)
+    assert free.nbytes == 9 << 20, "after none were so many others left"
+    free.release_old(1, 2)
+    assert free.nbytes == 7 << 20, "the oldest one is enough"
+    free.release_old(9 << 20, 2)
+    assert free.nbytes == 4 << 20
+    assert free.take(2 << 20) is None
+    free.release_old(9 << 20, 0)
+    assert free.nbytes == 0
+    free.release_old(9 << 20, 0)
 
 
-def test_pieces_of_a_source_have_a_half_of_what_may_lie_idle():
+def test_slabs_of_a_source_have_half_of_the_idle_memory():
     taken = []
 
     def source(nbytes):
         if len(taken) < 2:
-            taken.append(pool.Piece(nbytes, np.uint8))
+            taken.append(pool.Storage(nbytes, np.uint8))
             return taken[-1]
         return None
 
-    total = pool._idle.bound
-    assert pool.most_of_source() == 0
-    pool.take_from(source)
+    total = pool._free.limit
+    assert pool.source_limit() == 0
+    pool.set_source(source)
     try:
-        assert pool.most_of_source() + pool._idle.bound == total
+        assert pool.source_limit() + pool._free.limit == total
         xs = [pool.empty(1 << 22, np.uint8) for _ in range(3)]
-        assert [x.base.memory.sourced for x in xs] == [True, True, False]
+        assert [x.base.slab.sourced for x in xs] == [True, True, False]
         del xs
         xs = [pool.empty(1 << 22, np.uint8) for _ in range(3)]
-        assert [x.base.memory.sourced for x in xs] == [True, True, False]
-        assert {id(x.base.memory.piece) for x in xs[:2]} == {*map(id, taken)}
+        assert [x.base.slab.sourced for x in xs] == [True, True, False]
+        assert {id(x.base.slab.storage) for x in xs[:2]} == {*map(id, taken)}
         del xs
         taken.clear()
         xs = [pool.empty(1 << 22, np.uint8) for _ in range(4)]
-        assert [x.base.memory.sourced for x in xs] == [True] * 4, "the source is asked before NumPy's are used again"
+        assert [x.base.slab.sourced for x in xs] == [True] * 4, "the source is asked before NumPy's are used again"
     finally:
-        pool.take_from(None)
-    assert pool._idle.bound == total
+        pool.set_source(None)
+    assert pool._free.limit == total
     assert pool.idle() == 0
 
 
 @pytest.mark.parametrize("dtype", ["f4", "c16", "i1", "bfloat16"])
-def test_leased_arrays_are_ordinary_ones(dtype):
+def test_pooled_arrays_are_ordinary_ones(dtype):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     x = pool.zeros((7, 1 << 18), dtype)
@@ -189,9 +189,9 @@ def test_leased_arrays_are_ordinary_ones(dtype):
     assert not x.any()
 
 
-def test_what_lies_idle_is_bounded(monkeypatch):
+def test_idle_memory_is_bounded(monkeypatch):
     pool.release()
-    monkeypatch.setattr(pool._idle, "bound", 5 << 20)
+    monkeypatch.setattr(pool._free, "limit", 5 << 20)
     held = [pool.empty(1 << 21, np.uint8) for _ in range(4)]
     del held
     assert 0 < pool.idle() <= 5 << 20
@@ -202,14 +202,14 @@ def test_what_lies_idle_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 100_000, 1 << 18, 300_001, 1 << 20, 5_000_000, 1 << 24, 22_369_495])
-def test_around_an_array_there_is_room_for_a_64th_on_each_side(nbytes):
+def test_margins_are_a_64th_of_an_array_on_each_side(nbytes):
     x = pool.empty(nbytes, np.uint8)
     x[:] = np.arange(nbytes) % 251
     room = nbytes // 65
     assert pool.has_room(x, room, nbytes + 2 * room)
     assert not pool.has_room(x, nbytes // 8, nbytes + nbytes // 8)
     assert not pool.has_room(x, 0, nbytes + nbytes // 4)
-    to, whole = pool.around(x, room, (nbytes + 2 * room,))
+    to, whole = pool.extended(x, room, (nbytes + 2 * room,))
     to[:room] = to[-room:] = 255
     assert np.array_equal(whole, np.pad(x, room, constant_values=255))
     assert pool.address(whole) == whole.ctypes.data == x.ctypes.data - room
@@ -217,38 +217,38 @@ def test_around_an_array_there_is_room_for_a_64th_on_each_side(nbytes):
     assert not whole.flags.writeable
 
 
-def test_what_lies_around_an_array_is_one_arrays_at_a_time():
+def test_one_array_at_a_time_is_extended_around_another():
     pool.release()
     x = pool.zeros((1000, 100))
     same, part = x.reshape(-1), x[:900]
-    assert pool.around(part, 0, (901, 100)) is None, "the rest may be somebody's"
-    assert pool.around(np.zeros((1000, 100)), 0, (1001, 100)) is None, "it lies elsewhere"
-    first = pool.around(same, 800, (1002 * 100,))[1]
+    assert pool.extended(part, 0, (901, 100)) is None, "the rest may be somebody's"
+    assert pool.extended(np.zeros((1000, 100)), 0, (1001, 100)) is None, "it lies elsewhere"
+    first = pool.extended(same, 800, (1002 * 100,))[1]
     assert not same.flags.writeable
-    assert pool.around(x, 800, (1002, 100)) is None
-    assert pool.around(first, 0, (1002 * 100,)) is None, "it has no margins of its own"
+    assert pool.extended(x, 800, (1002, 100)) is None
+    assert pool.extended(first, 0, (1002 * 100,)) is None, "it has no margins of its own"
     view = first[5:]
     del first
-    assert pool.around(x, 800, (1002, 100)) is None, "a view has them"
+    assert pool.extended(x, 800, (1002, 100)) is None, "a view has them"
     del view
-    again = pool.around(x, 800, (1002, 100))[1]
+    second = pool.extended(x, 800, (1002, 100))[1]
     at = x.ctypes.data
     del x, same, part
     assert pool.idle() == 0, "the larger array has the memory"
-    del again
+    del second
     assert pool.idle() > 0
     assert pool.empty((1000, 100)).ctypes.data == at
-    assert pool.around(pool.empty((1000, 100)), 800, (1002, 100)) is not None
+    assert pool.extended(pool.empty((1000, 100)), 800, (1002, 100)) is not None
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 1 << 18, 300_001, 1 << 20])
-def test_what_is_copied_among_is_lines_apart(nbytes):
+def test_arrays_begin_at_multiples_of_a_line(nbytes):
     held = [pool.empty(nbytes, np.uint8) for _ in range(12)]
     assert {x.ctypes.data % 64 for x in held} == {0}
     assert {x.ctypes.data for x in held} == {pool.address(x) for x in held}
 
 
-def test_what_stays_at_hand_is_given_when_nobody_has_it():
+def test_a_cached_slab_is_reused_when_no_array_has_it():
     pool.release()
     shape = (256, 300)
     x = pool.empty(shape)
@@ -269,28 +269,28 @@ def test_what_stays_at_hand_is_given_when_nobody_has_it():
     assert pool.idle() > 0
 
 
-def test_more_of_a_size_than_stay_at_hand():
+def test_more_slabs_of_a_size_than_are_cached():
     pool.release()
     held = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
     for k, x in enumerate(held):
         x.fill(k)
-    again = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
-    for x in again:
+    more = [pool.empty(1 << 17, np.uint8) for _ in range(40)]
+    for x in more:
         x.fill(255)
     assert [x[0] for x in held] == [x[-1] for x in held] == list(range(40))
-    assert pool._at_hand.nbytes <= 8 * (1 << 17) * 1.2
-    del held, again, x
+    assert pool._cache.nbytes <= 8 * (1 << 17) * 1.2
+    del held, more, x
     assert pool.idle() >= 80 << 17
 
 
-def test_what_stays_at_hand_is_bounded(monkeypatch):
+def test_cached_slabs_are_bounded(monkeypatch):
     pool.release()
-    monkeypatch.setattr(pool._at_hand, "bound", 1 << 19)
+    monkeypatch.setattr(pool._cache, "limit", 1 << 19)
     for k in range(1, 60):
         for _ in range(3):
             pool.empty(k << 14, np.uint8)
-        assert pool._at_hand.nbytes <= 1 << 19
-        assert pool._at_hand.nbytes == sum(n * len(some) for n, some in pool._at_hand.sizes.items())
+        assert pool._cache.nbytes <= 1 << 19
+        assert pool._cache.nbytes == sum(n * len(some) for n, some in pool._cache.sizes.items())
     pool.release()
 
 
@@ -327,7 +327,7 @@ def test_every_function_stands_on_its_page():
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
+def test_cached_loops_are_of_these_sources(tmp_path):
     """numba looks for changes in the file of a loop alone, and loops call helpers of other files."""
     package = tmp_path / "kernels"
     package.mkdir()
@@ -353,7 +353,7 @@ def test_loops_kept_on_disk_are_of_these_sources(tmp_path):
         assert len(list(tmp_path.glob("kernels/__pycache__/*.nbc"))) == 1, "that of other sources is deleted"
 
 
-def test_what_is_kept_of_loops(tmp_path):
+def test_files_of_the_cache(tmp_path):
     one, other = (jit_cache._Files(tmp_path, f"a.loop-{line}.py311", "now") for line in (3, 9))
     one.save("f4", {"code": 4})
     one.save("f8", {"code": 8})
@@ -374,7 +374,7 @@ def test_what_is_kept_of_loops(tmp_path):
         jit_cache._Files(tmp_path / "file", "a.loop-3.py311", "now").save("f4", 4)
 
 
-KEPT = """
+CACHED = """
 import sys
 import numba, numpy as np
 from numba.core import caching, dispatcher
@@ -392,12 +392,12 @@ print(sum(_products._compiled.stats.cache_hits.values()))
 
 def hits(folder, *kinds, before=""):
     """How many of the loops for these types a process finds on disk."""
-    run, env = [sys.executable, "-c", KEPT % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    run, env = [sys.executable, "-c", CACHED % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
     return int(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_are_found_by_all_they_were_made_from(tmp_path):
+def test_loops_are_cached_by_all_their_inputs(tmp_path):
     assert hits(tmp_path, "f4", "f8") == 0
     assert hits(tmp_path, "f8", "i8") == 1
     assert hits(tmp_path, "f8", "i8", "f4") == 3
@@ -409,7 +409,7 @@ def test_loops_are_found_by_all_they_were_made_from(tmp_path):
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_run_where_nothing_can_be_kept(tmp_path):
+def test_loops_run_where_nothing_can_be_cached(tmp_path):
     refuse = """
 def refuse(*args):
     raise %s
@@ -424,7 +424,7 @@ def refuse(*args):
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
-def test_loops_with_other_constants_are_others(tmp_path):
+def test_loops_with_other_constants_are_compiled_anew(tmp_path):
     """numba's key has none of them."""
     loop = "import numpy as np\nfrom spmd.kernels.jit import loops\n\n@loops('out')\ndef run(out):\n    out[0] = {}\n"
     program = "import loop, numpy as np; out = np.zeros(1); loop.run(out); print(out[0])"

@@ -67,7 +67,7 @@ def test_of_parts_in_one_place_the_last_one_counts_whoever_helps():
     parts = [rng.standard_normal([stop - start for start, stop in box]) for box in boxes]
     want = cpu.unpack(shape, boxes, parts)
     for _ in range(5):
-        with split_work.of(lambda: 4):
+        with split_work.SplitScope(lambda: 4):
             np.testing.assert_array_equal(cpu.unpack(shape, boxes, parts), want)
 
 
@@ -87,12 +87,12 @@ def test_small_blocks_are_joined_at_once_where_they_lie_one_after_the_other(cuts
     entries = sorted(whole[place].ravel().tolist() for place in places)
     assert (join is not None) == ([*itertools.chain(*entries)] == list(range(whole.size)))
     if join is not None:
-        found = join([x[place] for place in places])
-        assert found.dtype == x.dtype
-        assert found.shape == x.shape
-        assert found.tobytes() == x.tobytes()
-        assert found.flags.aligned
-        assert not found.flags.writeable
+        actual = join([x[place] for place in places])
+        assert actual.dtype == x.dtype
+        assert actual.shape == x.shape
+        assert actual.tobytes() == x.tobytes()
+        assert actual.flags.aligned
+        assert not actual.flags.writeable
     if places:
         assert joiner(x.shape, x.dtype, places[1:]) is None or not whole[places[0]].size
 
@@ -110,10 +110,10 @@ def test_a_sum_may_be_written_into_what_came(dtype, how):
             want = cpu.combine(blocks, how)
             for k in 0, 1:
                 given = [b.copy() for b in blocks]
-                with split_work.of(lambda: 3):
-                    found = cpu.combine(given, how, given[k])
-                assert found is given[k]
-                assert found.tobytes() == want.tobytes()
+                with split_work.SplitScope(lambda: 3):
+                    actual = cpu.combine(given, how, given[k])
+                assert actual is given[k]
+                assert actual.tobytes() == want.tobytes()
                 assert all(
                     a.tobytes() == b.tobytes() for j, (a, b) in enumerate(zip(given, blocks, strict=True)) if j != k
                 )

@@ -98,16 +98,16 @@ def test_sums_of_short_numbers_stay_in_range(dtype):
         lambda x, w, b: F.group_norm(x, 1, w, b),
     ):
         wanted = spmd.vjp(f, wide, w.astype(float), b.astype(float))
-        found = spmd.vjp(f, x, w, b)
-        near(found[0], wanted[0], dtype)
-        for a, c in zip(found[1](g), wanted[1](g.astype(float)), strict=True):
+        actual = spmd.vjp(f, x, w, b)
+        near(actual[0], wanted[0], dtype)
+        for a, c in zip(actual[1](g), wanted[1](g.astype(float)), strict=True):
             near(a, c, dtype)
-        assert [a.dtype for a in found[1](g)] == [dtype, w.dtype, b.dtype]
+        assert [a.dtype for a in actual[1](g)] == [dtype, w.dtype, b.dtype]
 
 
-def near(found, wanted, dtype):
-    found, wanted = np.asarray(found).astype(float), np.asarray(wanted)
-    assert np.max(np.abs(found - wanted)) <= 2 * epsilon(dtype) * np.max(np.abs(wanted))
+def near(actual, wanted, dtype):
+    actual, wanted = np.asarray(actual).astype(float), np.asarray(wanted)
+    assert np.max(np.abs(actual - wanted)) <= 2 * epsilon(dtype) * np.max(np.abs(wanted))
 
 
 def normal(*shape):
@@ -156,8 +156,8 @@ def test_functions_are_those_of_torch():
         y = f()
         wanted = torch.autograd.grad((y**3).sum(), (x, w, b))
         np.testing.assert_allclose(FUNCTIONS[name](X, W, B), y.detach().numpy(), rtol=1e-10, atol=1e-12)
-        found = spmd.grad(lambda *a, name=name: np.sum(FUNCTIONS[name](*a) ** 3), (0, 1, 2))(X, W, B)
-        for g, h in zip(found, wanted, strict=True):
+        actual = spmd.grad(lambda *a, name=name: np.sum(FUNCTIONS[name](*a) ** 3), (0, 1, 2))(X, W, B)
+        for g, h in zip(actual, wanted, strict=True):
             np.testing.assert_allclose(g, h.numpy(), rtol=1e-9, atol=1e-9)
 
 
@@ -187,8 +187,8 @@ def test_cotangents_are_made_once(monkeypatch):
 
 def test_merged_moments_are_those_of_all():
     parts = [normal(n, 4) for n in (3, 1, 6)]
-    found = [reference.moments(p[:, :, None]) for p in parts]
-    count, mean, square = F.merge_moments([3, 1, 6], np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+    actual = [reference.moments(p[:, :, None]) for p in parts]
+    count, mean, square = F.merge_moments([3, 1, 6], np.stack([f[0] for f in actual]), np.stack([f[1] for f in actual]))
     whole = np.concatenate(parts)
     assert count == 10
     np.testing.assert_allclose(mean, whole.mean(0))
@@ -211,8 +211,8 @@ def test_statistics_of_all_workers(items, scheduler):
 
     mapped = spmd.map(total, (P("data"), P(), P(), P("data")), P(), mesh=mesh)
     serial = spmd.grad(lambda x, w, b: np.sum(F.batch_norm(x, w, b) * weights), (0, 1, 2))(x, W, B)
-    for found, wanted in zip(spmd.grad(mapped, (0, 1, 2))(x, W, B, weights), serial, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-11)
+    for actual, wanted in zip(spmd.grad(mapped, (0, 1, 2))(x, W, B, weights), serial, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-11)
     spmd.check_grads(lambda x, w: mapped(x, w, B, weights), (x, W), order=2)
 
 
@@ -269,8 +269,8 @@ def test_a_batch_that_is_the_same_everywhere_counts_once():
     mesh, x, running = spmd.Mesh(m=3, transport="local"), normal(5, 2), (np.zeros(2), np.ones(2))
     f = mesh.map(lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P(), P()), out_specs=P())
     (y, after), (one, once) = f(x, running), F.batch_norm(x, running=running)
-    for found, wanted in zip((y, *after), (one, *once), strict=True):
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-12)
+    for actual, wanted in zip((y, *after), (one, *once), strict=True):
+        np.testing.assert_allclose(np.asarray(actual), wanted, rtol=1e-12)
 
 
 def test_in_a_body(scheduler):
@@ -336,8 +336,8 @@ def test_a_batch_of_nothing_leaves_the_running_statistics():
     f = mesh.map(
         lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P("m"), P()), out_specs=(P("m"), P())
     )
-    for found in (after, f(np.zeros((0, 2)), before)[1]):
-        for a, b in zip(found, before, strict=True):
+    for actual in (after, f(np.zeros((0, 2)), before)[1]):
+        for a, b in zip(actual, before, strict=True):
             assert np.asarray(a).dtype == b.dtype
             np.testing.assert_array_equal(np.asarray(a), b)
     count, mean, square = F.merge_moments([0, 0], [[1.0], [2.0]], [[0.0], [0.0]])
@@ -380,13 +380,13 @@ def added_up_in_stretches():
     exact = reference.normalize(wide, None, None, 1e-5, True)
     np.testing.assert_allclose(mean, exact[1], rtol=2e-7)
     np.testing.assert_allclose(rstd, exact[2], rtol=5e-7)
-    found = cpu.normalize_vjp(g, x, None, mean, rstd, True)[0]
+    actual = cpu.normalize_vjp(g, x, None, mean, rstd, True)[0]
     wanted = reference.normalize_vjp(h, wide, None, *exact[1:], True)[0]
-    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    np.testing.assert_allclose(actual, wanted, atol=2e-6)
     rows = np.ascontiguousarray(x[:, : 3 * 5000].reshape(3, 5000))  # some rows of a stretch and a rest
-    for found, wanted in zip(
+    for actual, wanted in zip(
         cpu.normalize(rows, None, None, 1e-5, True),
         reference.normalize(rows.astype(float), None, None, 1e-5, True),
         strict=True,
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)

@@ -70,8 +70,8 @@ def test_entries_beyond_32_bits_of_counters(engine):
     # Entry 2^34 + 1 is word 1 of counter 2^32.
     key, at = np.array([3, 4], np.uint32), 2**34 + 1
     with jit.off() if engine == "numpy" else contextlib.nullcontext():
-        found = cpu.random_bits(key, (2**40,), ((at, at + 2),), "uint32", 9)
-    assert found.tolist() == philox4x32([0, 1, 0, 9], key)[1:3].tolist()
+        actual = cpu.random_bits(key, (2**40,), ((at, at + 2),), "uint32", 9)
+    assert actual.tolist() == philox4x32([0, 1, 0, 9], key)[1:3].tolist()
 
 
 CALLS = [
@@ -86,14 +86,14 @@ CALLS = [
 def test_all_engines_give_the_same_bits(name, dtype, more):
     args = (np.array([2026, 7], np.uint32), (3, 5, 1031), ((1, 3), (0, 4), (2, 1030)), dtype_of(dtype), *more)
     with jit.off():
-        found = [getattr(cpu, name)(*args)]
+        actual = [getattr(cpu, name)(*args)]
     if jit.available():
-        found.append(getattr(cpu, name)(*args))
+        actual.append(getattr(cpu, name)(*args))
     if device.available():
         with device.emulated() as gpu:
-            found.append(device.get(getattr(gpu, name)(*map(device.put, args))))
-    for other in found[1:]:
-        np.testing.assert_array_equal(other.view(f"u{other.itemsize}"), found[0].view(f"u{other.itemsize}"))
+            actual.append(device.get(getattr(gpu, name)(*map(device.put, args))))
+    for other in actual[1:]:
+        np.testing.assert_array_equal(other.view(f"u{other.itemsize}"), actual[0].view(f"u{other.itemsize}"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -115,9 +115,9 @@ def test_the_last_piece_of_a_long_row_may_be_short(engine, more):
     key, n = np.array([1, 2], np.uint32), philox._PIECE + more
     with jit.off() if engine == "numpy" else contextlib.nullcontext():
         for start in range(4):
-            found = cpu.random_bits(key, (n + 4,), ((start, start + n),), "uint32")
+            actual = cpu.random_bits(key, (n + 4,), ((start, start + n),), "uint32")
             last = cpu.random_bits(key, (n + 4,), ((start + n - 200, start + n),), "uint32")
-            np.testing.assert_array_equal(found[-200:], last)
+            np.testing.assert_array_equal(actual[-200:], last)
 
 
 # Distributions: what is drawn is fixed, so these tests cannot fail by chance.

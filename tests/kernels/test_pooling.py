@@ -112,8 +112,8 @@ def test_max_pool_is_torchs(case):
     their = torch.tensor(x, requires_grad=True)
     fun = getattr(torch.nn.functional, f"max_pool{len(shape)}d")
     top, index = fun(their, *options, return_indices=True)
-    found, at = max_pool(x, *options, return_indices=True)
-    np.testing.assert_array_equal(found, top.detach())
+    actual, at = max_pool(x, *options, return_indices=True)
+    np.testing.assert_array_equal(actual, top.detach())
     np.testing.assert_array_equal(at, index)
     top.square().sum().backward()
     np.testing.assert_allclose(spmd.grad(lambda x: np.sum(max_pool(x, *options) ** 2))(x), their.grad)
@@ -210,9 +210,9 @@ def test_blocks_with_the_planned_halo_pool_as_the_whole(pool, plan, scheduler):
     def serial(x):
         return pool(x, window, stride, padding, dilation, ceil_mode)
 
-    found = mesh.map(local, in_specs=spec, out_specs=spec)(x)
-    assert found.layout == plan.target
-    np.testing.assert_allclose(found.numpy(), serial(placed(x)), rtol=1e-14)
+    actual = mesh.map(local, in_specs=spec, out_specs=spec)(x)
+    assert actual.layout == plan.target
+    np.testing.assert_allclose(actual.numpy(), serial(placed(x)), rtol=1e-14)
     energy = mesh.map(lambda x: spmd.sum(np.sin(local(x)), "rows"), in_specs=spec, out_specs=P())
     gradient = spmd.grad(energy)(x)
     np.testing.assert_allclose(np.asarray(gradient), spmd.grad(lambda x: np.sum(np.sin(serial(x))))(x), rtol=1e-12)
@@ -228,8 +228,8 @@ def test_second_order_in_a_body_on_uneven_blocks(scheduler):
     for n in (7, 3):  # with empty blocks, too
         x, v = rng.normal(size=(2, n, 2, 4, 6))
         mesh = spmd.Mesh(data=4, scheduler=scheduler)
-        found = mesh.map(product, in_specs=(P("data"), P("data")), out_specs=P("data"))(x, v)
-        np.testing.assert_allclose(found.numpy(), product(x, v))
+        actual = mesh.map(product, in_specs=(P("data"), P("data")), out_specs=P("data"))(x, v)
+        np.testing.assert_allclose(actual.numpy(), product(x, v))
 
 
 def test_what_does_not_fit_is_told():

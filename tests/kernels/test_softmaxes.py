@@ -155,9 +155,9 @@ def test_cross_entropy_is_that_of_torch(options):
     value, grad = spmd.value_and_grad(lambda x: np.sum(spmd.softmax_cross_entropy(x, labels, **options)))(x)
     np.testing.assert_allclose(value, loss.sum().item(), rtol=1e-5)
     np.testing.assert_allclose(grad, there.grad.numpy(), atol=1e-6)
-    found = spmd.softmax_cross_entropy(x, labels, **options)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, loss.detach().numpy(), rtol=1e-5, atol=1e-6)
+    actual = spmd.softmax_cross_entropy(x, labels, **options)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, loss.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 WEIGHTED = [
@@ -204,11 +204,11 @@ def test_weights_of_classes_and_means_are_those_of_torch(options, reduction, wei
     def f(x):
         return spmd.softmax_cross_entropy(x, labels, weight=weight, reduction=reduction, **options)
 
-    found = f(placed(x))
-    assert found.dtype == dtype
-    assert np.shape(found) == np.shape(loss)
+    actual = f(placed(x))
+    assert actual.dtype == dtype
+    assert np.shape(actual) == np.shape(loss)
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-12, "atol": 1e-12}
-    np.testing.assert_allclose(spmd.put(found, P(), spmd.Mesh()).numpy(), loss, **close)
+    np.testing.assert_allclose(spmd.put(actual, P(), spmd.Mesh()).numpy(), loss, **close)
     np.testing.assert_allclose(np.asarray(spmd.grad(lambda x: np.sum(f(x)))(x)), grad, **close)
 
 
@@ -281,9 +281,9 @@ def test_means_of_short_numbers_and_of_no_rows():
     x, labels = normal(70000, 2).astype(np.float16) * 2, np.zeros(70000, int)
     exact = F.softmax_cross_entropy(x.astype(float), labels, reduction="mean")
     for weight in (None, np.full(2, 1e-3)):  # their sum is none of float16
-        found = F.softmax_cross_entropy(x, labels, weight=weight, reduction="mean")
-        assert found.dtype == np.float16
-        np.testing.assert_allclose(float(found), exact, rtol=2e-3)
+        actual = F.softmax_cross_entropy(x, labels, weight=weight, reduction="mean")
+        assert actual.dtype == np.float16
+        np.testing.assert_allclose(float(actual), exact, rtol=2e-3)
     smooth = F.softmax_cross_entropy(x[:9], labels[:9], weight=np.full(2, 1e-6), label_smoothing=0.1, reduction="mean")
     want = F.softmax_cross_entropy(x[:9].astype(float), labels[:9], label_smoothing=0.1, reduction="mean")
     np.testing.assert_allclose(float(smooth), float(want), rtol=0.1)
@@ -359,8 +359,8 @@ WHOLE = {
 def test_spread_classes(name, classes, scheduler):
     x, labels = normal(5, classes) * 20, np.arange(5) % classes
     whole = WHOLE[name](x, labels)
-    found = spread(SPREAD[name], scheduler)(x, labels)
-    np.testing.assert_allclose(found.numpy(), whole, rtol=1e-12)
+    actual = spread(SPREAD[name], scheduler)(x, labels)
+    np.testing.assert_allclose(actual.numpy(), whole, rtol=1e-12)
     total = spread(SPREAD[name], scheduler, add=True)
     np.testing.assert_allclose(
         spmd.grad(total)(x, labels), spmd.grad(lambda x: np.sum(WHOLE[name](x, labels)))(x), atol=1e-12
@@ -410,9 +410,9 @@ def test_spread_classes_cost_two_sums():
 def test_spread_classes_of_short_numbers(dtype):
     x, labels = normal(5, 7).astype(dtype), np.arange(5)
     with spmd.Mesh(model=3, transport="local"):
-        found = spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels)
-    assert found.dtype == dtype
-    np.testing.assert_allclose(found.numpy(), spmd.softmax_cross_entropy(x, labels), rtol=2e-3)
+        actual = spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels)
+    assert actual.dtype == dtype
+    np.testing.assert_allclose(actual.numpy(), spmd.softmax_cross_entropy(x, labels), rtol=2e-3)
 
 
 def test_in_a_body(scheduler):
@@ -489,9 +489,9 @@ def test_millions_of_classes_are_added_up_in_stretches(compiled):
             ("cross_entropy", (x, labels, 0.1)),
         ):
             exact = (wide, *(a.astype(float) if a.dtype.kind == "f" else a for a in map(np.asarray, args[1:])))
-            found, wanted = getattr(cpu, name)(*args), getattr(reference, name)(*exact)
-            found, wanted = (v if isinstance(v, tuple) else (v,) for v in (found, wanted))
-            for a, b in zip(found[:1], wanted[:1], strict=True):
+            actual, wanted = getattr(cpu, name)(*args), getattr(reference, name)(*exact)
+            actual, wanted = (v if isinstance(v, tuple) else (v,) for v in (actual, wanted))
+            for a, b in zip(actual[:1], wanted[:1], strict=True):
                 np.testing.assert_allclose(a, b, rtol=2e-6)
         y = cpu.softmax(x)
         back = reference.softmax_vjp(g.astype(float), y.astype(float))
@@ -510,5 +510,5 @@ def test_sums_do_not_depend_on_where_the_result_lies(monkeypatch, gap, width, dt
         expected = cpu.softmax(x.copy()), cpu.cross_entropy_and_gradient(x.copy(), np.array([3]))[1]
         with monkeypatch.context() as patch:
             patch.setattr("spmd.kernels.memory.pool.empty_like", lambda like: out)
-            found = cpu.softmax(x).copy(), cpu.cross_entropy_and_gradient(x, np.array([3]))[1].copy()
-        np.testing.assert_array_equal(found, expected)
+            actual = cpu.softmax(x).copy(), cpu.cross_entropy_and_gradient(x, np.array([3]))[1].copy()
+        np.testing.assert_array_equal(actual, expected)

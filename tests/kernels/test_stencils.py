@@ -148,8 +148,8 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
             with case:
                 y = cpu.stencil(x, offsets, [0.3] * len(offsets), ends, loose)
                 full = cpu.stencil(x, offsets, [0.3] * len(offsets), ends)
-            kept = [ends[d] if d in loose else (0, 0) for d in range(2)]
-            of = (slice(None), *(slice(low, n - high) for n, (low, high) in zip(x.shape[1:], kept, strict=True)))
+            crop = [ends[d] if d in loose else (0, 0) for d in range(2)]
+            of = (slice(None), *(slice(low, n - high) for n, (low, high) in zip(x.shape[1:], crop, strict=True)))
             assert y.shape == full.shape
             assert full[of].size
             assert np.array_equal(y[of], full[of])
@@ -157,14 +157,14 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
 
 def test_what_slabs_make_is_not_made_in_the_block(monkeypatch):
     """By NumPy alone, of a block its rows' ends, and of its two slabs theirs: not the block's first and last rows."""
-    made, around = [], neighbours._around
-    monkeypatch.setattr(neighbours, "_around", lambda out, *rest: made.append(out.shape) or around(out, *rest))
+    shapes, side_sums = [], neighbours._side_sums
+    monkeypatch.setattr(neighbours, "_side_sums", lambda out, *rest: shapes.append(out.shape) or side_sums(out, *rest))
     x = np.random.default_rng(0).normal(size=(40, 30))
     body = lambda x: spmd.stencil(x, P("x"), CROSS, WEIGHTS)
     with jit.off():
         y = spmd.Mesh(x=2, scheduler="lockstep").map(body, in_specs=P("x"), out_specs=P("x"))(x).numpy()
     np.testing.assert_allclose(y, reference.stencil(x, CROSS, WEIGHTS, ((1, 1), (1, 1))), rtol=1e-12, atol=1e-12)
-    assert sorted(made) == [(1, 1, 4, 30)] * 2 + [(1, 1, 20, 30)] * 2
+    assert sorted(shapes) == [(1, 1, 4, 30)] * 2 + [(1, 1, 20, 30)] * 2
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -216,8 +216,8 @@ def test_numbers_in_another_order_of_bytes(dtype):
     want = reference.stencil(x.astype(np.complex128), CROSS, (-4, 3, 3, 3, 3), ((1, 1), (1, 1)))
     for loops in jit.off(), nullcontext():
         with loops:
-            found = cpu.stencil(x, CROSS, (-4, 3, 3, 3, 3), ((1, 1), (1, 1)))
-        np.testing.assert_array_equal(found, want.astype(found.dtype) if np.iscomplexobj(found) else want.real)
+            actual = cpu.stencil(x, CROSS, (-4, 3, 3, 3, 3), ((1, 1), (1, 1)))
+        np.testing.assert_array_equal(actual, want.astype(actual.dtype) if np.iscomplexobj(actual) else want.real)
 
 
 def test_short_numbers_tell_nothing_of_what_is_nobodys(scheduler):
@@ -234,15 +234,15 @@ def test_short_numbers_tell_nothing_of_what_is_nobodys(scheduler):
 def test_pairs_are_those_of_one_distance_that_are_near():
     line = [(0, 0, k) for k in (-1, 1)]
     cross = [(0, 1, 0), (0, -1, 0), *line]
-    firsts, apart, singles = neighbours._twins([(1, 0, 0), (-1, 0, 0), *cross])
+    firsts, apart, singles = neighbours._paired([(1, 0, 0), (-1, 0, 0), *cross])
     assert (len(firsts), apart[0]) == (2, 0)
     assert singles == ((1, 0, 0), (-1, 0, 0))
-    assert neighbours._twins(line) == ((), (0, 0, 0), tuple(line))
-    assert neighbours._twins(cross[:1] * 4) == ((), (0, 0, 0), tuple(cross[:1] * 4))
+    assert neighbours._paired(line) == ((), (0, 0, 0), tuple(line))
+    assert neighbours._paired(cross[:1] * 4) == ((), (0, 0, 0), tuple(cross[:1] * 4))
     rng = np.random.default_rng(0)
     for _ in range(200):
         places = [tuple(p) for p in rng.integers(-2, 3, (rng.integers(1, 9), 3)).tolist()]
-        firsts, apart, singles = neighbours._twins(places)
+        firsts, apart, singles = neighbours._paired(places)
         assert sorted([*firsts, *(neighbours._plus(a, apart) for a in firsts), *singles]) == sorted(places)
 
 
@@ -366,8 +366,8 @@ def test_a_chain_differentiates_twice_in_a_body(scheduler):
 
     loss = spmd.Mesh(x=3, scheduler=scheduler).map(local, in_specs=P("x"), out_specs=P())
     v = np.cos(x)
-    found = np.asarray(spmd.hvp(loss, (x,), (v,)))
-    np.testing.assert_allclose(found, spmd.hvp(serial, (x,), (v,)), rtol=1e-10, atol=1e-10)
+    actual = np.asarray(spmd.hvp(loss, (x,), (v,)))
+    np.testing.assert_allclose(actual, spmd.hvp(serial, (x,), (v,)), rtol=1e-10, atol=1e-10)
 
 
 ERRORS = {

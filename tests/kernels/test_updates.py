@@ -46,32 +46,35 @@ def test_all_engines_have_the_bits_of_the_formula(name, state, more, dtype):
     rng, n = np.random.default_rng(0), 100_003 if dtype == "float32" else 1003
     dtype = dtype_of(dtype)
     p, g = (rng.normal(size=n).astype(dtype) for _ in range(2))
-    kept = [np.abs(rng.normal(size=n)).astype(accurate(dtype)) for _ in range(state)]
+    states = [np.abs(rng.normal(size=n)).astype(accurate(dtype)) for _ in range(state)]
     wide = [a.astype(accurate(dtype)) for a in (p, g)]
-    exact = getattr(reference, name)(*wide, *kept, *more)
+    exact = getattr(reference, name)(*wide, *states, *more)
     for off in (jit.off(), contextlib.nullcontext()):
         with off:
-            found = getattr(cpu, name)(p, g, *kept, *more)
-            mine = [a.copy() for a in (p, *kept)]
-            over = getattr(cpu, name)(mine[0], g, *mine[1:], *more, over=True)
-        for f, o, a, e in zip(found, over, mine, exact, strict=True):
+            actual = getattr(cpu, name)(p, g, *states, *more)
+            overwritten = [a.copy() for a in (p, *states)]
+            over = getattr(cpu, name)(overwritten[0], g, *overwritten[1:], *more, over=True)
+        for f, o, a, e in zip(actual, over, overwritten, exact, strict=True):
             assert o is a
             np.testing.assert_array_equal(f, e.astype(f.dtype))
             np.testing.assert_array_equal(o, f)
-    mine = [a.copy() for a in (wide[0], *kept)]
+    overwritten = [a.copy() for a in (wide[0], *states)]
     for o, a, e in zip(
-        getattr(reference, name)(mine[0], wide[1], *mine[1:], *more, over=True), mine, exact, strict=True
+        getattr(reference, name)(overwritten[0], wide[1], *overwritten[1:], *more, over=True),
+        overwritten,
+        exact,
+        strict=True,
     ):
         assert o is a
         np.testing.assert_array_equal(o, e)
     if device.available() and n < 10_000:
         with device.emulated() as gpu:
-            found = device.get(getattr(gpu, name)(*map(device.put, (p, g, *kept)), *more))
-            mine = [device.put(a) for a in (p, *kept)]
-            getattr(gpu, name)(mine[0], device.put(g), *mine[1:], *more, over=True)
-            for f, a in zip(found, device.get(tuple(mine)), strict=True):
+            actual = device.get(getattr(gpu, name)(*map(device.put, (p, g, *states)), *more))
+            overwritten = [device.put(a) for a in (p, *states)]
+            getattr(gpu, name)(overwritten[0], device.put(g), *overwritten[1:], *more, over=True)
+            for f, a in zip(actual, device.get(tuple(overwritten)), strict=True):
                 np.testing.assert_array_equal(a, f)
-        for f, e in zip(found, exact, strict=True):
+        for f, e in zip(actual, exact, strict=True):
             np.testing.assert_array_equal(f, e.astype(f.dtype))
 
 
@@ -79,8 +82,8 @@ def test_all_engines_have_the_bits_of_the_formula(name, state, more, dtype):
 def test_strided_gradients_compile_nothing_more():
     p, g = np.ones(6, np.float32), np.arange(12, dtype=np.float32)
     cpu.sgd(p, g[:6].copy(), None, 0.5, 0.0, False)
-    known = len(updates._descend._compiled.signatures)
+    count = len(updates._descend._compiled.signatures)
     for strided in (g[::2], g[5::-1], np.broadcast_to(g[3:4], 6)):
         new, _ = cpu.sgd(p, strided, None, 0.5, 0.0, False)
         np.testing.assert_array_equal(new, 1 - 0.5 * strided)
-    assert len(updates._descend._compiled.signatures) == known
+    assert len(updates._descend._compiled.signatures) == count

@@ -59,8 +59,8 @@ def test_filters_at_once(dtype):
     offsets = rng.integers(0, 400, 7)
     apart = wide + 5
     out, plain = (np.full(rows * apart + 3, np.nan, dtype) for _ in range(2))
-    for made, form in ((out, with_taps), (plain, vectors.add_taps)):
-        form(made, 3, apart, x, 9, offsets, w, rows)
+    for target, form in ((out, with_taps), (plain, vectors.add_taps)):
+        form(target, 3, apart, x, 9, offsets, w, rows)
     np.testing.assert_allclose(out, plain, rtol=1e-5, atol=1e-5)
     assert np.count_nonzero(~np.isnan(out)) == rows * wide
 
@@ -81,11 +81,11 @@ def test_products_of_rows_of_every_length(dtype, count):
             for offset in offsets[2:]:
                 x[9 + offset + y * steps[1] :][:columns] = rng.normal(size=columns)
         sums, plain = np.ones((7, 3 + taps)), np.ones((7, 3 + taps))
-        for made, form in (
+        for target, form in (
             (sums, dotted),
             (plain, lambda s, *a: vectors.dot_taps(s, 1, 2, a[0], 5, 300, a[1], a[2], 9, *a[3:])),
         ):
-            form(made, g, count, x, offsets, shape, steps)
+            form(target, g, count, x, offsets, shape, steps)
         assert np.isfinite(sums[: 1 + count]).all()
         np.testing.assert_allclose(
             sums[: 1 + count], plain[: 1 + count], rtol=1e-5 if dtype == "float32" else 1e-13, atol=1e-4

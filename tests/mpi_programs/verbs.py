@@ -74,7 +74,7 @@ def read_where_they_lie() -> list[int]:
     found, shared_memory.SharedMemory.place = shared_memory.SharedMemory.place, place
     announce.INLINE_LIMIT = comm.INLINE_LIMIT = run_plan.INLINE_LIMIT = 16
     mailbox._COPY_MAX = 100
-    pool.LEAST, laid = 1, mostly
+    pool.POOL_MIN, laid = 1, mostly
     shared_memory.shared_memory().serve()
     return offered
 

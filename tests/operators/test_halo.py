@@ -434,11 +434,11 @@ def test_values_and_gradients_do_not_depend_on_where_results_lie(name, compiled,
         sums, *arrays = found
         return [np.asarray(a) for a in (*sums, *arrays)]
 
-    around = pool.around
-    monkeypatch.setattr(pool, "around", lambda *args: made.append(around(*args)) or made[-1])
+    extended = pool.extended
+    monkeypatch.setattr(pool, "extended", lambda *args: made.append(extended(*args)) or made[-1])
     found = run()
     assert any(a is not None for a in made), "no result lay around its block"
-    monkeypatch.setattr(pool, "around", lambda *args: None)
+    monkeypatch.setattr(pool, "extended", lambda *args: None)
     for a, b in zip(found, run(), strict=True):
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(found[3], x)

@@ -63,7 +63,7 @@ def threads_are_in_order():
 def all_as_before(threads):
     assert blas_now() == threads, (blas_now(), threads)
     assert not blas._limit.requests and not blas._limit.libraries
-    assert getattr(split_work._here, "team", None) is None
+    assert split_work._scope() is None
     until = time.monotonic() + 10
     while not threads_are_in_order() and time.monotonic() < until: time.sleep(0.001)
     assert threads_are_in_order(), (pool.idle, pool.helpers, threading.enumerate())

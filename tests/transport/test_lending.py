@@ -318,7 +318,7 @@ def test_a_large_result_of_one_worker_has_all_cores(scheduler, tracked, monkeypa
     split, ran = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (split.append(len(tasks)), ran(tasks)))
     monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: 2)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 20)
     mesh = Mesh(x=2, scheduler=scheduler)
     x = np.random.default_rng(0).standard_normal((1024, 1024))
     rows = mesh.layout(x.shape, P("x"))

@@ -21,7 +21,7 @@ from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError
 from spmd.kernels import on_device
 from spmd.kernels.memory import pool
-from spmd.kernels.memory.pool import Lease, Margin
+from spmd.kernels.memory.pool import ExtendedBase, PooledBase
 from spmd.mesh import Mesh, Worker
 from spmd.transport.handles import read_only
 
@@ -163,11 +163,11 @@ def owned(cell: list[Any]) -> torch.Tensor:
     if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
         return _copied(array)
     owner = array
-    while isinstance(owner.base, np.ndarray) and type(owner.base) not in (Lease, Margin):
+    while isinstance(owner.base, np.ndarray) and type(owner.base) not in (PooledBase, ExtendedBase):
         owner = owner.base
         if _names(owner) > _HELD:
             return _copied(array)
-    if owner.base is not None and type(owner.base) is not Lease:  # foreign memory, such as this worker's own tensor
+    if owner.base is not None and type(owner.base) is not PooledBase:  # foreign memory, as of this worker's own tensor
         return _copied(array)
     owner.flags.writeable = True
     array.flags.writeable = True

@@ -80,9 +80,9 @@ class LocalComm(Participant):
                 tasks.append(partial(Failed, error.with_traceback(None)))
         xs.clear()
         nbytes = sum(sizes)
-        if nbytes < split_work.LEAST:
+        if nbytes < split_work.SPLIT_MIN:
             return [task() for task in tasks]
-        return self.execution.make(group, nbytes, lambda: split_work.each(tasks, sizes))
+        return self.execution.make(group, nbytes, lambda: split_work.call_each(tasks, sizes))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: np.ndarray) -> Handle:
         """In one rendezvous: the last to come determines what each sends."""
@@ -115,7 +115,7 @@ class LocalComm(Participant):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):
             combine = kernels.of(x).combine
-            if x.nbytes < split_work.LEAST:
+            if x.nbytes < split_work.SPLIT_MIN:
                 return read_only(combine(xs, how))
             return self.execution.make(group, x.nbytes, lambda: read_only(combine(xs, how)))
 

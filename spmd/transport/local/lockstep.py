@@ -75,10 +75,10 @@ class LockstepRun(Run):
         self.hub, self.context, self.body = self.current(), contextvars.copy_context(), body
         fresh, workers = self.fresh, self.others
         fresh.extend(self.comms)
-        crew = split_work.of(usable_cores)  # one worker runs at a time: the other cores help it with what is large
+        scope = split_work.SplitScope(usable_cores)  # one worker runs at a time: the other cores help it
         started = time.perf_counter()
         try:
-            with crew, crew:
+            with scope, scope:
                 while fresh and self.limit >= 0:
                     comm = fresh.popleft()
                     if fresh and not self.quiet:
@@ -98,7 +98,7 @@ class LockstepRun(Run):
         finally:
             self.stop()
             self._end_all()
-        return self.outcome(time.perf_counter() - started, crew.seconds)
+        return self.outcome(time.perf_counter() - started, scope.seconds)
 
     def _end_all(self) -> None:
         """Stop the workers that have started and wait."""

@@ -182,7 +182,7 @@ class Run:
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """make(), run by one worker for its group; the result has so many bytes."""
-        return make() if nbytes < split_work.LEAST else split_work.for_all(make, group.size / self.size)
+        return make() if nbytes < split_work.SPLIT_MIN else split_work.call_for_all(make, group.size / self.size)
 
     def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
         """Join the group's rendezvous with a call and its payload; the last to come completes it."""

@@ -44,7 +44,7 @@ class RepeatedPlan:
     def __init__(self, call: Call, plan: Plan, x: np.ndarray):
         self.call, self.plan, self.group, self.shape = call, plan, plan.group, x.shape
         self.shapes: list[Shape | None] = [None if p is None else part_of(x, p).shape for p in plan.parts]
-        self.large = not plan.copy_free and x.nbytes * plan.group.size >= split_work.LEAST
+        self.large = not plan.copy_free and x.nbytes * plan.group.size >= split_work.SPLIT_MIN
         self.misses = 0
         self.makers: dict[tuple[Any, ...], _Makers] = {}
 
@@ -146,7 +146,7 @@ def _makers(members: tuple[RepeatedPlan, ...], workers: int) -> _Makers:
     make, share = _member_makers(members, large), len(members) / workers
     if not large or members[0].plan.combine.parallel:
         return make
-    return lambda blocks: split_work.for_all(partial(make, blocks), share)
+    return lambda blocks: split_work.call_for_all(partial(make, blocks), share)
 
 
 def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
@@ -182,7 +182,7 @@ def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
 
     def together(blocks: list[Any]) -> list[Any]:
         if sizes:
-            return split_work.each([partial(one, blocks, k) for k in range(size)], sizes)
+            return split_work.call_each([partial(one, blocks, k) for k in range(size)], sizes)
         results = each(blocks)
         sizes[:] = [y.nbytes for y, _ in results]  # at once: maps of other threads may learn them too
         return results

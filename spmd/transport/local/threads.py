@@ -111,10 +111,10 @@ class ThreadRun(Run):
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
         """The whole group waits for it, so its share of the cores helps."""
-        if nbytes < split_work.LEAST:
+        if nbytes < split_work.SPLIT_MIN:
             return make()
-        crew = split_work.of(lambda: usable_cores() * group.size // self.size)
-        with crew, crew:
+        scope = split_work.SplitScope(lambda: usable_cores() * group.size // self.size)
+        with scope, scope:
             return make()
 
     def wake(self, rendezvous: Any) -> None:

@@ -199,7 +199,7 @@ class Mailbox:
             return at, x.strides
         if self.shared_memory is None or type(x) is not np.ndarray or x.nbytes > _COPY_MAX:
             return None
-        buffer = pool.empty(max(x.nbytes, pool.LEAST), np.uint8)
+        buffer = pool.empty(max(x.nbytes, pool.POOL_MIN), np.uint8)
         at = self.place(buffer)
         if at is None:
             return None

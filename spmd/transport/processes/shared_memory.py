@@ -36,7 +36,7 @@ _ANONYMOUS = 0x20
 """MAP_ANONYMOUS."""
 
 
-class _Piece(pool.Piece):
+class _Piece(pool.Storage):
     """A part of the shared memory, which is freed with the last array in it."""
 
     __slots__ = ("at", "era", "owner")
@@ -84,14 +84,14 @@ class SharedMemory:
 
     def serve(self) -> None:
         """Take large arrays from here from now on; what was taken before is not used again."""
-        pool.take_from(partial(self.take))
+        pool.set_source(partial(self.take))
 
     def take(self, nbytes: int) -> _Piece | None:
         """Memory for a large array; None where there is none."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.held:
             self._look_at_children()
-        if nbytes > pool.most_of_source() or not self.lock.acquire(blocking=False):
+        if nbytes > pool.source_limit() or not self.lock.acquire(blocking=False):
             return None
         try:
             at = self._place_for(nbytes)
@@ -106,9 +106,9 @@ class SharedMemory:
     def _place_for(self, nbytes: int) -> int | None:
         """Reserve so many bytes: their place."""
         self._collect_freed()
-        limit = pool.most_of_source() - nbytes
+        limit = pool.source_limit() - nbytes
         if self.used > limit:
-            pool.let_go(self.used - limit)
+            pool.release_old(self.used - limit)
             self._collect_freed()
             if self.used > limit:
                 return None

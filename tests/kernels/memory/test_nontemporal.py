@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
 def always(monkeypatch):
     """Whatever is written goes past the caches."""
     monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(nontemporal, "_ROW", 0)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 10)
-    monkeypatch.setattr(split_work, "LEAST", 1 << 10)
+    monkeypatch.setattr(nontemporal, "_ROW_MIN", 0)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(split_work, "SPLIT_MIN", 1 << 10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
@@ -103,10 +103,10 @@ def test_rows_may_follow_each_other_in_any_direction_and_be_one():
 
 
 def test_it_pays_from_the_size_of_the_caches_on_alone_or_together(monkeypatch):
-    assert 16 << 20 <= nontemporal.least() <= 64 << 20
-    assert not nontemporal.pays(nontemporal.least() - 1)
-    assert nontemporal.pays(nontemporal.least())
-    with nontemporal.together(nontemporal.least()):
+    assert 16 << 20 <= nontemporal.threshold() <= 64 << 20
+    assert not nontemporal.pays(nontemporal.threshold() - 1)
+    assert nontemporal.pays(nontemporal.threshold())
+    with nontemporal.together(nontemporal.threshold()):
         assert nontemporal.pays(1 << 16)
         assert not nontemporal.pays(1)
     assert not nontemporal.pays(1 << 16)
@@ -151,8 +151,8 @@ def test_collectives_give_the_same_past_the_caches(scheduler, workers, monkeypat
         whole = getattr(nontemporal, name)
         monkeypatch.setattr(nontemporal, name, lambda *args, n=name, f=whole: f(*args) and not used.add(n))
     monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 12)
-    monkeypatch.setattr(split_work, "LEAST", 1 << 12)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 12)
+    monkeypatch.setattr(split_work, "SPLIT_MIN", 1 << 12)
     for _ in range(3):
         for a, b in zip([a.numpy() for a in run(x)], want, strict=True):
             assert np.array_equal(a, b)

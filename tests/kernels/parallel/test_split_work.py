@@ -1,4 +1,4 @@
-"""Threads that help: the same bits, every part made, every error told."""
+"""Helper threads: the same bits, every part computed, every error raised."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def slow(monkeypatch):
     """A machine on which everything is split that may be."""
-    monkeypatch.setattr(split_work, "part", lambda: split_work.LEAST // 2)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: split_work.SPLIT_MIN // 2)
 
 
 def test_where_copies_are_quick_less_is_split(monkeypatch):
-    monkeypatch.setattr(split_work, "part", lambda: 3 * MB)
-    with split_work.of(lambda: 4):
-        assert [split_work.parts(n * MB) for n in (3, 5.9, 6, 8.9, 9, 100)] == [1, 1, 2, 2, 3, 4]
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 3 * MB)
+    with split_work.SplitScope(lambda: 4):
+        assert [split_work.part_count(n * MB) for n in (3, 5.9, 6, 8.9, 9, 100)] == [1, 1, 2, 2, 3, 4]
 
 
 def test_what_pays_is_measured_once(monkeypatch):
     """It is what this machine copies in two and a half times as long as a helper's call takes, but 1 MB at least; an
     odd measurement among several does nothing, and calls count as 36 us at least, 160 at most."""
     monkeypatch.undo()
-    split_work.part.cache_clear()
-    found = split_work.part()
-    assert type(found) is int
-    assert found >= split_work.LEAST // 2
-    with split_work.of(lambda: 2):
-        assert [split_work.parts(2 * found - 1), split_work.parts(2 * found)] == [1, 2]
-    for copy, call, pays in (
+    split_work.part_bytes.cache_clear()
+    measured = split_work.part_bytes()
+    assert type(measured) is int
+    assert measured >= split_work.SPLIT_MIN // 2
+    with split_work.SplitScope(lambda: 2):
+        assert [split_work.part_count(2 * measured - 1), split_work.part_count(2 * measured)] == [1, 2]
+    for copy_seconds, call_seconds, pays in (
         (1e-3, 36e-6, MB),
         (90e-6, 36e-6, MB),
         (30e-6, 36e-6, 3 * MB),
@@ -50,28 +50,28 @@ def test_what_pays_is_measured_once(monkeypatch):
         (100e-6, 160e-6, 4 * MB),
         (100e-6, 1.0, 4 * MB),
     ):
-        assert split_work.part() == found
-        split_work.part.cache_clear()
-        copies = [(0.5, s) for s in (9 * copy, copy, 2 * copy, copy, copy)]
-        calls = [(0.5, 0.0, s) for s in (1.0, 9 * call, call, call, 0.0, call)]
+        assert split_work.part_bytes() == measured
+        split_work.part_bytes.cache_clear()
+        copies = [(0.5, s) for s in (9 * copy_seconds, copy_seconds, 2 * copy_seconds, copy_seconds, copy_seconds)]
+        calls = [(0.5, 0.0, s) for s in (1.0, 9 * call_seconds, call_seconds, call_seconds, 0.0, call_seconds)]
         clock = itertools.accumulate(itertools.chain(*copies, *calls))
         monkeypatch.setattr(split_work.time, "perf_counter", clock.__next__)
-        found = split_work.part()
-        assert found == pytest.approx(pays, rel=1e-6)
+        measured = split_work.part_bytes()
+        assert measured == pytest.approx(pays, rel=1e-6)
     monkeypatch.undo()
-    split_work.part.cache_clear()
+    split_work.part_bytes.cache_clear()
 
 
 def test_alone_nothing_is_split():
-    assert split_work.parts(1 << 30) == 1
-    with split_work.of(lambda: 4):
-        assert split_work.parts(split_work.LEAST - 1) == 1
-        assert split_work.parts(split_work.LEAST) == 2
-        assert split_work.parts(1 << 30) == 4
-        with split_work.of(lambda: 1):
-            assert split_work.parts(1 << 30) == 1
-        assert split_work.parts(1 << 30) == 4
-    assert split_work.parts(1 << 30) == 1
+    assert split_work.part_count(1 << 30) == 1
+    with split_work.SplitScope(lambda: 4):
+        assert split_work.part_count(split_work.SPLIT_MIN - 1) == 1
+        assert split_work.part_count(split_work.SPLIT_MIN) == 2
+        assert split_work.part_count(1 << 30) == 4
+        with split_work.SplitScope(lambda: 1):
+            assert split_work.part_count(1 << 30) == 1
+        assert split_work.part_count(1 << 30) == 4
+    assert split_work.part_count(1 << 30) == 1
 
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (1, 5), (3, 1, 700001), (2100001,), (1, 1031, 1009), (0, 7)])
@@ -94,10 +94,10 @@ def test_copies_are_split_evenly(monkeypatch):
     rng = np.random.default_rng(6)
     arrays = [np.asarray(rng.standard_normal(shape)) for shape in [(3, 200000), (1, 100000), (1,), (), (0, 4)]]
     into = [np.zeros_like(a) for a in arrays]
-    with split_work.of(lambda: 3):
+    with split_work.SplitScope(lambda: 3):
         split_work.copy(list(zip(into, arrays, strict=True)))
-    found = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
-    assert found == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
+    actual = [sum(to.nbytes for to, _ in share.args[0]) for share in shares]
+    assert actual == pytest.approx([1.6e6 + 8e5 / 3] * 3, abs=16)
     for to, a in zip(into, arrays, strict=True):
         np.testing.assert_array_equal(to, a)
 
@@ -195,29 +195,29 @@ def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes
     """Everybody calls some, and nobody helps there; or all may help with every one."""
     ran, run = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
-    found = []
+    calls = []
 
     def make(k):
-        found.append((k, split_work.parts(1 << 30)))
+        calls.append((k, split_work.part_count(1 << 30)))
         return k
 
     makes, nbytes = [partial(make, k) for k in range(len(sizes))], [int(size * MB) for size in sizes]
-    with split_work.of(lambda: cores):
-        assert split_work.each(makes, nbytes) == list(range(len(sizes)))
+    with split_work.SplitScope(lambda: cores):
+        assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
     assert ran == split
     # What is called one after the other finds the team as it is.
-    assert sorted(found) == [(k, 1 if split else cores) for k in range(len(sizes))]
-    found.clear()
-    assert split_work.each(makes, nbytes) == list(range(len(sizes)))
-    assert found == [(k, 1) for k in range(len(sizes))]
+    assert sorted(calls) == [(k, 1 if split else cores) for k in range(len(sizes))]
+    calls.clear()
+    assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
+    assert calls == [(k, 1) for k in range(len(sizes))]
 
 
 def test_an_error_of_one_of_each_is_raised():
     def fail():
         raise ValueError("of the second")
 
-    with split_work.of(lambda: 2), pytest.raises(ValueError, match="of the second"):
-        split_work.each([lambda: 1, fail], [1 << 24] * 2)
+    with split_work.SplitScope(lambda: 2), pytest.raises(ValueError, match="of the second"):
+        split_work.call_each([lambda: 1, fail], [1 << 24] * 2)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, thread_pool.Stopped])
@@ -263,12 +263,12 @@ def test_additions_of_boxes_are_split(spread, monkeypatch):
     shape = (601, 1001)
     boxes = (((0, 601), (0, 1001)), ((1, 600), (2, 1001)), ((3, 4), (5, 6)))
     parts = [rng.standard_normal([b - a for a, b in box]) for box in boxes]
-    with split_work.of(lambda: 2 if spread else 1):
-        found = cpu.add_boxes(shape, boxes, parts)
+    with split_work.SplitScope(lambda: 2 if spread else 1):
+        actual = cpu.add_boxes(shape, boxes, parts)
     want = parts[0].copy()
     for box, part in zip(boxes[1:], parts[1:], strict=True):
         want[tuple(slice(*b) for b in box)] += part
-    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(actual, want)
     assert split == [2, 2] * spread
 
 
@@ -299,7 +299,7 @@ def test_an_interrupt_waits_for_those_who_help(monkeypatch):
 def test_helpers_work_in_the_callers_context():
     x = np.full(1 << 19, 1e308)
     x[: 1 << 18] = 0
-    with split_work.of(lambda: 2), np.errstate(over="raise"), pytest.raises(FloatingPointError):
+    with split_work.SplitScope(lambda: 2), np.errstate(over="raise"), pytest.raises(FloatingPointError):
         cpu.combine([x, x])
 
 
@@ -310,8 +310,8 @@ def test_split_sums_have_the_same_bits(how, dtype):
     blocks = [(8 * rng.standard_normal((1031, 1009))).astype(dtype) for _ in range(3)]
     whole = cpu.combine(blocks, how)
     for cores in 2, 3, 7:
-        with split_work.of(lambda n=cores: n):
-            assert split_work.parts(whole.nbytes) > 1 or whole.nbytes < split_work.LEAST
+        with split_work.SplitScope(lambda n=cores: n):
+            assert split_work.part_count(whole.nbytes) > 1 or whole.nbytes < split_work.SPLIT_MIN
             np.testing.assert_array_equal(cpu.combine(blocks, how), whole)
             strided = [np.asfortranarray(b) for b in blocks]
             np.testing.assert_array_equal(cpu.combine(strided, how), whole)
@@ -386,10 +386,10 @@ def test_one_worker_at_a_time_has_all_cores(act, spec, by_the_last, monkeypatch)
 
     helped = run("lockstep")
     assert set(split) == {(0, 2), (1, 2)} if not by_the_last else split[-1] == (1, 2)
-    made = split.count((1, 2))
+    splits = split.count((1, 2))
     np.testing.assert_array_equal(run("threads"), helped)
     assert [n for _, n in split] == [2] * by_the_last
-    assert made >= 1
+    assert splits >= 1
 
 
 @pytest.mark.parametrize(
@@ -411,27 +411,27 @@ def test_a_line_that_calls_again_makes_the_same_at_once_for_all(act, spec, runs,
     ran, run = [], split_work.run
     monkeypatch.setattr(split_work, "run", lambda tasks: (ran.append(len(tasks)), run(tasks)))
     monkeypatch.setattr("spmd.transport.local.lockstep.usable_cores", lambda: 2)
-    monkeypatch.setattr(split_work, "part", lambda: 1 << 20)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 1 << 20)
 
     def body(x, rows, columns):
-        made = []
+        results_of_calls = []
         for k in range(4):
-            made.append(act(x * (1.0 + k), rows, columns))
+            results_of_calls.append(act(x * (1.0 + k), rows, columns))
             done.append(len(ran))
-        return made
+        return results_of_calls
 
-    found = {}
+    results_of = {}
     for scheduler in ("lockstep", "threads"):
         mesh = spmd.Mesh(x=2, scheduler=scheduler)
         layouts = [mesh.layout(LARGE.shape, p) for p in (ROWS, COLUMNS)]
         ran.clear()
         done: list[int] = []
         results = mesh.map(body, in_specs=(ROWS, None, None), out_specs=spec)(spmd.put(LARGE, ROWS, mesh), *layouts)
-        found[scheduler] = [y.numpy() for y in results]
+        results_of[scheduler] = [y.numpy() for y in results]
         if scheduler == "lockstep":
             assert done[-1] - done[-3] == runs
-    for again, once in zip(found["lockstep"], found["threads"], strict=True):
-        np.testing.assert_array_equal(again, once)
+    for repeated, direct in zip(results_of["lockstep"], results_of["threads"], strict=True):
+        np.testing.assert_array_equal(repeated, direct)
 
 
 @pytest.mark.parametrize(("cores", "share"), [(2, 1), (3, 1), (4, 2), (8, 4)])

@@ -556,7 +556,7 @@ def test_every_dtype_and_shape(dtype, shape, short):
 @pytest.mark.parametrize(("nbytes", "is_short"), [(3 << 19, True), (1 << 23, False)])
 def test_blocks_that_the_caches_hold_go_the_short_way(nbytes, is_short, pays, short, monkeypatch):
     """Of larger ones Python's part is nothing. What comes of them does not depend on who makes it."""
-    monkeypatch.setattr(split_work, "part", lambda: pays << 20)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: pays << 20)
     n = nbytes // 4
     found = []
 
@@ -581,7 +581,7 @@ def test_blocks_that_the_caches_hold_go_the_short_way(nbytes, is_short, pays, sh
 
 def test_parts_of_one_array_are_joined_by_nobody(monkeypatch):
     """Which only the verbs see: large blocks that may be such go by them, however often a line is called."""
-    monkeypatch.setattr(split_work, "part", lambda: 8 << 20)
+    monkeypatch.setattr(split_work, "part_bytes", lambda: 8 << 20)
     mesh = lockstep(x=2)
     array = mesh.map(lambda x: 2 * x, in_specs=P(), out_specs=P())(np.ones(1 << 19))
     shared = []

@@ -272,7 +272,7 @@ def test_without_memory_for_an_arena_arrays_lie_in_that_of_numpy(monkeypatch):
         with pytest.raises(OSError, match="No space"):
             mailbox.create(3, bytes(8))
     finally:
-        pool.take_from(None)
+        pool.set_source(None)
 
 
 # What was left behind

@@ -194,7 +194,7 @@ def test_arrays_that_outlive_the_modules_go_without_a_word():
 def test_places_are_used_again_for_other_sizes():
     run(
         """
-        pool._of_source.bound = 40 << 20
+        pool._source_free.limit = 40 << 20
         mine.nbytes = 100 << 20
         rng = np.random.default_rng(0)
         kept = {}
@@ -214,7 +214,7 @@ def test_places_are_used_again_for_other_sizes():
         pool.release()
         x = filled(1, 36 << 20)
         assert mine.place(x) is not None, "all of it, in one piece"
-        assert mine.used == pool._idle.nbytes + x.base.memory.piece.nbytes
+        assert mine.used == pool._free.nbytes + x.base.slab.storage.nbytes
         """
     )
 
@@ -234,7 +234,7 @@ def test_there_is_no_more_than_there_is():
 def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
     run(
         """
-        pool._of_source.bound, pool._idle.bound = 20 << 20, 8 << 20
+        pool._source_free.limit, pool._free.limit = 20 << 20, 8 << 20
         for turn in range(3):
             xs = [filled(k, 3 << 20) for k in range(9)]
             places = [mine.place(x) for x in xs]
@@ -253,7 +253,7 @@ def test_there_is_no_more_than_may_be_kept_for_later_and_that_is_kept():
 def test_what_has_lain_idle_for_long_makes_room_for_other_sizes():
     run(
         """
-        pool._of_source.bound = 20 << 20
+        pool._source_free.limit = 20 << 20
         old = [filled(k, 3 << 20) for k in range(6)]
         for turn in range(1000):
             if turn == 500:
@@ -261,7 +261,7 @@ def test_what_has_lain_idle_for_long_makes_room_for_other_sizes():
             young, again = filled(1, 5 << 20), filled(turn % 251, 1 << 19)
             if mine.place(young) is not None:
                 break
-        assert 500 + pool._AGE // 2 < turn < 900, f"turn {turn}: not what is somebody's, nor what was left just now"
+        assert 500 + pool._SOURCE_AGE // 2 < turn < 900, f"turn {turn}: not what is in use, nor what was left just now"
         assert mine.used <= 20 << 20
         """
     )
@@ -271,7 +271,7 @@ def test_threads_may_take_and_give_at_once():
     run(
         """
         import threading
-        pool._of_source.bound = 30 << 20
+        pool._source_free.limit = 30 << 20
         wrong = []
         def work(seed):
             rng = np.random.default_rng(seed)
