@@ -67,7 +67,7 @@ def apply(prim: Primitive, args, kwargs):
         try:
             ans = prim.fun(*bared, **kwargs)
         except Exception as error:
-            ans = cupy_fallback.again(prim.fun, bared, kwargs, error, prim.name)
+            ans = cupy_fallback.retry(prim.fun, bared, kwargs, error, prim.name)
         return wrap(ans, state)
     lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
@@ -98,7 +98,7 @@ def apply(prim: Primitive, args, kwargs):
     except Exception as error:
         if deeper:
             raise
-        ans = cupy_fallback.again(prim.fun, lower, kwargs, error, prim.name)
+        ans = cupy_fallback.retry(prim.fun, lower, kwargs, error, prim.name)
     return _recorded(plan, parents, lower, likes, options, ans, state, top)
 
 
@@ -162,7 +162,7 @@ def apply_unary(prim: Primitive, x: Array):
     try:
         ans = prim.fun(value)
     except Exception as error:
-        ans = cupy_fallback.again(prim.fun, [value], NO_OPTIONS, error, prim.name)
+        ans = cupy_fallback.retry(prim.fun, [value], NO_OPTIONS, error, prim.name)
     if type(ans) is not NDARRAY and type(ans) not in USUAL:
         return _unusual(prim, x, ans)
     tape = x.tape
@@ -236,7 +236,7 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
         try:
             ans = prim.fun(a, b)
         except Exception as error:
-            ans = cupy_fallback.again(prim.fun, pair := [a, b], NO_OPTIONS, error, prim.name)
+            ans = cupy_fallback.retry(prim.fun, pair := [a, b], NO_OPTIONS, error, prim.name)
             a, b = pair
     if plan is None or tape is None:
         return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
@@ -392,7 +392,7 @@ def is_elsewhere(kind: type) -> bool:
 def joined(arrays) -> list[Any]:
     """Arrays, bare ones too, brought to one state: what a function that returns them all gives undifferentiated."""
     some = find(list(arrays), [])
-    if not some or some[0].state is None or some[0].state is cupy_fallback.ALONE:
+    if not some or some[0].state is None or some[0].state is cupy_fallback.DEVICE_STATE:
         return list(arrays)
     ambient = tracer.mixing.ambient()
     return tracer.mixing.join([a if type(a) is Array else Array(np.asarray(a), ambient) for a in arrays])[0]
@@ -412,7 +412,7 @@ def compute_bare(fun, args, kwargs, arrays: list[Array]) -> Any:
     try:
         ans = fun(*args, **kwargs)
     except Exception as error:
-        ans = cupy_fallback.again(fun, list(args), kwargs, error, name_of(fun))
+        ans = cupy_fallback.retry(fun, list(args), kwargs, error, name_of(fun))
     return wrap(_unshared(ans), state)
 
 

@@ -352,11 +352,11 @@ def _closed(tape: Tape, aside: Tape, outs: list) -> list[Node]:
 def _redirected(pairs: Iterable[tuple[Tape, Tape]]) -> Iterator[None]:
     """Within the block, what is recorded on the first of each pair goes to the other."""
     pairs = list(pairs)
-    before = [(tape.open, tape.twins) for tape, _ in pairs]
+    before = [(tape.open, tape.varied_copies) for tape, _ in pairs]
     for tape, aside in pairs:
-        tape.open, tape.twins = aside.nodes, {}
+        tape.open, tape.varied_copies = aside.nodes, {}
     try:
         yield
     finally:
-        for (tape, _), (nodes, twins) in zip(pairs, before, strict=True):
-            tape.open, tape.twins = nodes, twins
+        for (tape, _), (nodes, varied_copies) in zip(pairs, before, strict=True):
+            tape.open, tape.varied_copies = nodes, varied_copies

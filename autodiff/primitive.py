@@ -39,13 +39,13 @@ __all__ = [
     "lazy_rules",
     "method_rules",
     "name_of",
+    "numpy_valued",
+    "overrides",
     "passive",
     "passives",
     "primitives",
     "refusals",
     "refused",
-    "twins",
-    "valued",
 ]
 
 Rule = Callable[..., Any]
@@ -63,7 +63,7 @@ constants: set[Any] = set()
 composites: set[Any] = set()
 """Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
 
-valued: set[Any] = set()
+numpy_valued: set[Any] = set()
 """Compositions that compute otherwise than NumPy does: they give derivatives, and NumPy's own functions the values."""
 
 refusals: dict[Any, str] = {}
@@ -76,7 +76,7 @@ passives: set[Any] = set()
 """Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
 
 
-twins: dict[str, Any] = {}
+overrides: dict[str, Any] = {}
 """What takes the place of NumPy's functions and objects, by name."""
 
 lazy_rules: dict[str, str | None] = {}
@@ -193,8 +193,8 @@ class Plan:
     __slots__ = ("keep_ans", "keeps", "options", "prim", "pulls")
 
     def __init__(self, prim: Primitive, active: list[int], count: int):
-        asked: set[int] = set()
-        read: set[int] = set()
+        by_value: set[int] = set()
+        by_shape: set[int] = set()
         self.keep_ans = False
         for k in active:
             if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
@@ -209,13 +209,13 @@ class Plan:
                 raise _not_supported(prim, f"number {len(names) + 1}", names[len(prim.rules) :])
             self.keep_ans |= ans.name[0] != "_"
             own = k if prim.linear else None
-            asked |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
-            read |= {i for i, name in enumerate(names + more) if _reads(prim.variadic or prim.pull(k), name)}
+            by_value |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
+            by_shape |= {i for i, name in enumerate(names + more) if _reads(prim.variadic or prim.pull(k), name)}
             names += [p.name for p in rest if p.kind == p.KEYWORD_ONLY]
             self.options = None if any(p.kind == p.VAR_KEYWORD for p in rest) else names[len(prim.rules) :]
         self.prim = prim
         self.pulls = tuple(prim.pull(k) for k in active)
-        self.keeps = tuple(VALUE if i in asked else LIKE if i in read else NOTHING for i in range(count))
+        self.keeps = tuple(VALUE if i in by_value else LIKE if i in by_shape else NOTHING for i in range(count))
 
     def chosen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
@@ -223,7 +223,7 @@ class Plan:
         if options is None:
             return kwargs
         for name in kwargs:
-            if name not in options and name not in _NEUTRAL:
+            if name not in options and name not in _IGNORED_OPTIONS:
                 raise _not_supported(self.prim, name, options)
         return {name: value for name, value in kwargs.items() if name in options}
 
@@ -242,7 +242,7 @@ def _reads(rule: Any, parameter: str) -> bool:
     )
 
 
-_NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
+_IGNORED_OPTIONS = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
 """Options that change how a function computes, but no derivative except by a cast, which the sweep undoes."""
 
 
@@ -266,8 +266,8 @@ def _malformed(prim: Primitive, k: int, parameters: list[inspect.Parameter]) -> 
     )
 
 
-def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
-    options = ", ".join(known)
+def _not_supported(prim: Primitive, argument: str, supported: Iterable[str]) -> Exception:
+    options = ", ".join(supported)
     return DifferentiationError.at(
         prim.name,
         argument=argument,
@@ -319,7 +319,7 @@ def composite(*funs: Any, by_numpy: bool = False):
     def declare(f):
         composites.update(funs)
         if by_numpy:
-            valued.update(funs)
+            numpy_valued.update(funs)
         handlers.update(dict.fromkeys(funs, f))
         return f
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class _Late:
+class _LazyOptree:
     """The library behind, imported when it is first asked for something: it is a third of what importing spmd costs."""
 
     def __getattr__(self, name: str) -> Any:
@@ -42,15 +42,15 @@ class _Late:
         return getattr(optree, name)
 
 
-optree: Any = _Late()
+optree: Any = _LazyOptree()
 
-_OURS: Any = {"namespace": "spmd"}
+_NAMESPACE: Any = {"namespace": "spmd"}
 """Where classes are registered: other programs that use the library behind may see them otherwise."""
 
-_LEAVES: list[Any] = [None, None]
+_LEAF_STRUCTURES: list[Any] = [None, None]
 """The structures of a leaf alone, where None is none and where it is one, once one was met."""
 
-ALONE: set[type] = {np.ndarray}
+LEAF_TYPES: set[type] = {np.ndarray}
 """Classes of arrays, which are leaves by themselves."""
 
 Class = TypeVar("Class", bound=type)
@@ -66,7 +66,7 @@ def register(cls: Class, flatten: Callable | None = None, unflatten: Callable | 
     """
     if flatten is None or unflatten is None:
         flatten, unflatten = _of_fields(cls)
-    optree.register_pytree_node(cls, flatten, unflatten, **_OURS)
+    optree.register_pytree_node(cls, flatten, unflatten, **_NAMESPACE)
     return cls
 
 
@@ -99,22 +99,22 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
-    if type(tree) in ALONE or (none_is_leaf and tree is None):
+    if type(tree) in LEAF_TYPES or (none_is_leaf and tree is None):
         return [tree], _leaf(none_is_leaf)
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)
+    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
     return found, structure
 
 
 def _leaf(none_is_leaf: bool) -> Any:
-    found = _LEAVES[none_is_leaf]
+    found = _LEAF_STRUCTURES[none_is_leaf]
     if found is None:
-        found = _LEAVES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_OURS)
+        found = _LEAF_STRUCTURES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_NAMESPACE)
     return found
 
 
 def is_leaf(structure: Any) -> bool:
     """Whether this is known to be the structure of a leaf alone."""
-    return structure is not None and (structure is _LEAVES[1] or structure is _LEAVES[0])
+    return structure is not None and (structure is _LEAF_STRUCTURES[1] or structure is _LEAF_STRUCTURES[0])
 
 
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
@@ -138,19 +138,19 @@ def shown_paths(structure: Any) -> list[str]:
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:
     """The path of each leaf, as its keys and indices."""
-    return optree.tree_paths(tree, **_OURS)
+    return optree.tree_paths(tree, **_NAMESPACE)
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree."""
-    return optree.tree_leaves(tree, **_OURS)
+    return optree.tree_leaves(tree, **_NAMESPACE)
 
 
 def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     """The structure of a tree."""
-    if type(tree) in ALONE or (none_is_leaf and tree is None):
+    if type(tree) in LEAF_TYPES or (none_is_leaf and tree is None):
         return _leaf(none_is_leaf)
-    return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
+    return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
 
 
 @api_boundary
@@ -166,7 +166,7 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 def prefix(shorter: Any, tree: Any) -> list[Any]:
     """For each leaf of a tree the leaf of a shorter tree that stands for it. None is a leaf. ValueError: no prefix."""
-    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_OURS)
+    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_NAMESPACE)
 
 
 # Which leaf of which tree

@@ -40,7 +40,7 @@ class _Recorded:
 
     def _no(self, where: str, mend: str = "") -> Exception:
         error = self._refused(where, mend or NO_NUMBER)
-        error.looked = True
+        error.reads_value = True
         return error
 
     def _refused(self, where: str, mend: str) -> JitError:

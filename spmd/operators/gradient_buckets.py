@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.backward import alone
+from spmd.autodiff.backward import is_sole_owner
 from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.tape import Place
 from spmd.device import contiguous
@@ -52,7 +52,7 @@ class _Bucket:
 
 
 def _sum_many(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
-    spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
+    spare = [type(b) is np.ndarray and is_sole_owner(sys.getrefcount(b) - 1, b) for b in blocks]
     return comm.all_reduce_many(group, call, blocks, spare)
 
 
