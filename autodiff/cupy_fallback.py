@@ -21,7 +21,7 @@ import numpy as np
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.devices import arrays, device_modules, is_array, moved_to
 from spmd.autodiff.primitive import Method, composites, handlers
-from spmd.autodiff.staging.recorder import whole_line
+from spmd.autodiff.staging.recorder import opaque_line
 from spmd.errors import JitError, StateError, describe
 
 __all__ = ["DEVICE_STATE", "alternative", "alternatives", "retry", "retry_rule", "run", "stepwise"]
@@ -255,7 +255,7 @@ def retry(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Excepti
     It writes the moved arguments into args. Without arrays of a device it raises `error`.
     """
     if type(error) is JitError and error.reads_value:
-        return whole_line(fun, args, kwargs, error)
+        return opaque_line(fun, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
     device_array = next(arrays([args, kwargs]), None)
@@ -329,7 +329,7 @@ def stepwise(fun: Any, *args: Any, **kwargs: Any) -> Any:
 def retry_rule(pull: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Repeat a failed derivative rule by `stepwise`; raises `error` if it fails again."""
     if type(error) is JitError and error.reads_value:
-        return whole_line(pull, args, kwargs, error)
+        return opaque_line(pull, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
     device_array = next(arrays([args, kwargs]), None)

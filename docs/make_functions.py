@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.autodiff.dispatch import load_families
 from spmd.autodiff.primitive import Method, constants, handlers, name_of, overrides, passives, refusals
-from spmd.autodiff.rules.shape import told
+from spmd.autodiff.rules.shape import metadata_functions
 from spmd.autodiff.tracer import missing
 
 PAGE = Path(__file__).with_name("functions.md")
@@ -64,7 +64,7 @@ def kinds(f) -> list[str]:
     """What the registry says of a function; it should say one thing."""
     said = []
     if f in handlers:
-        said.append(CONSTANT if f in told else RULE if hasattr(handlers[f], "primitive") else COMPOSITION)
+        said.append(CONSTANT if f in metadata_functions else RULE if hasattr(handlers[f], "primitive") else COMPOSITION)
     for known, kind in ((constants, CONSTANT), (refusals, REFUSED), (passives, PASSIVE)):
         if f in known:
             said.append(kind)

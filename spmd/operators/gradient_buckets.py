@@ -47,7 +47,8 @@ class _Bucket:
         if program is None:
             self.handle = _sum_many(self.worker.comm, group, call, blocks)
         else:
-            sums = program.call(_sum_many, (COMM, group, call, blocks), effect=True, gives=True, comm=self.worker.comm)
+            args = (COMM, group, call, blocks)
+            sums = program.call(_sum_many, args, effect=True, donates=True, comm=self.worker.comm)
             self.handle = Done(program.call(_waited, (sums,), effect=True))
 
 
