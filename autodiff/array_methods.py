@@ -38,7 +38,7 @@ def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
             if _comes_first(other) or (other := _operand(other)) is NotImplemented:
                 return NotImplemented
         if ufunc is not None and getattr(self.value, "nbytes", 0) > backward.INPLACE_MIN:
-            # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
+            # As NumPy does with its own temporaries: the result overwrites a large array without other references.
             if getrefcount(self) == _TEMPORARY and taken(self, other):
                 return run(self, other, self, ufunc)
             if type(other) is Array and getrefcount(other) == _TEMPORARY and taken(other, self):
@@ -67,18 +67,17 @@ class _Probe:
 
 
 def _count_temporary() -> int:
-    """The reference count of an operand that an expression made; 0 where Python does not tell it from a variable, or
-    where somebody looks on who holds it too, as debuggers do."""
-    kept = _Probe()
-    made = _Probe() + 0
-    return made if made <= 3 and made < kept + 0 else 0
+    """The reference count of a temporary operand; 0 if it equals that of a variable, or if a debugger holds it too."""
+    variable = _Probe()
+    temporary = _Probe() + 0
+    return temporary if temporary <= 3 and temporary < variable + 0 else 0
 
 
 _TEMPORARY = _count_temporary()
 
 
 def taken(x: Array, other) -> bool:
-    """Whether the data of a temporary Array may be written over by the result with another operand."""
+    """Whether the result with another operand may overwrite the data of a temporary Array."""
     a, b = x.value, other.value if type(other) is Array else other
     if type(a) is not np.ndarray or a.dtype.kind not in "fc" or not is_sole_owner(getrefcount(a) - 1, a):
         return False
@@ -86,8 +85,7 @@ def taken(x: Array, other) -> bool:
 
 
 def _comes_first(x) -> bool:
-    """Whether an operand without `__array_ufunc__` does what it does with an ndarray by itself: by its priority, and
-    that of ndarrays is zero."""
+    """Whether an operand without `__array_ufunc__` handles operators with an ndarray itself, by its priority."""
     kind = type(x)
     if kind in SEQUENCES or isinstance(x, np.generic) or is_ours(kind) or is_elsewhere(kind):
         return False

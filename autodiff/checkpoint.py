@@ -167,14 +167,15 @@ def _sketches(x: Any) -> list[Sketch | None]:
 
 
 class _Replay:
-    """The pullback of a call that is run again. The leaves of the call below the tape, `values`, are not kept here:
-    they may be on an outer tape, which then would hold itself.
+    """The pullback of a checkpointed call, which runs the call again.
 
-    moved: the positions of the leaves that are differentiated, and their places where they are leaves of the tape.
-    closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
-    arrays that are closed over know no other.
-    inner: tapes further in, on which the call records what it closes over, to no use.
-    first: the sketches of what the first call gave.
+    It does not keep the leaves below the tape: they may be on an outer tape, which would then refer to itself.
+
+    differentiated: by position, the differentiated leaves, and their places if they are leaves of the tape.
+    closed: other nodes of the tape on which the call depends. Only if there are any is the tape itself kept, because
+    arrays that the call closes over refer to it.
+    inner: inner tapes, on which the call records what it closes over; that is discarded.
+    first: the sketches of the first run's results.
     """
 
     __slots__ = ("call", "closed", "differentiated", "first", "inner", "tape", "where")
@@ -206,7 +207,7 @@ class _Replay:
         return [unstated(g) for g in leaf_cotangents]
 
     def swept(self, values: list, gs: list) -> list:
-        """Call again, and sweep back: the cotangents of what moved, and of what is closed over."""
+        """Call again and sweep back: the cotangents of the differentiated leaves and of the closed-over nodes."""
         with self.recording() as (tape, side_tape):
             arguments, leaf_nodes, states = list(values), [], []
             for k, place in self.differentiated.items():
@@ -222,7 +223,7 @@ class _Replay:
         device_flags = self.compare(outs, structure, values, side_tape)
 
         def local_node(node: Any) -> Any:
-            """The node that stands for one on the sweep's own tape."""
+            """The node on the side tape that stands for a given node."""
             if node is None or id(node) in side_ids:
                 return node
             if id(node) not in proxies:
@@ -241,9 +242,9 @@ class _Replay:
         return [None if g is None else stated(g, state) for g, state in zip(leaf_cotangents, states, strict=True)]
 
     def compare(self, outs: list, structure: Any, values: list, side_tape: Tape) -> list[Any]:
-        """Raise where the call has given something else than at first, by more than the rounding of what it did.
+        """Raise if the second run's results differ from the first's by more than rounding.
 
-        Of results on a device it gives booleans that lie there, true where they differ: nothing is waited for.
+        For results on a device it returns booleans on the device, true where they differ, without a wait.
         """
         if structure != self.first.structure:
             raise self.different_function()
@@ -273,7 +274,7 @@ class _Replay:
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
-        """The tape that the call records on, and the one that its nodes go to."""
+        """The tape on which the call records, and the one that gets its nodes."""
         discarded = [(t, Tape()) for t in self.inner]
         if self.tape is None:
             with recording(once=True) as tape, _redirected(discarded):
@@ -282,14 +283,14 @@ class _Replay:
         side_tape = Tape(once=True)
         token = ACTIVE.set((*ACTIVE.get(), self.tape))
         try:
-            # A pullback may be called by several threads; the tape goes aside for one at a time.
+            # Several threads may call a pullback; one at a time redirects the tape.
             with self.tape.lock, _redirected([(self.tape, side_tape), *discarded]):
                 yield self.tape, side_tape
         finally:
             ACTIVE.reset(token)
 
     def different_value(self, k: int, out: Any, how_much: str = "") -> Exception:
-        """The error; with how_much, what is told where the difference may be rounding."""
+        """The error; how_much: the text of a warning, if the difference may be rounding."""
         path = tree.shown_paths(self.first.structure)[k] if len(self.first.sketches) > 1 else ""
         return DifferentiationError.at(
             self.where,
@@ -312,7 +313,7 @@ class _Replay:
 
 
 def _kept_arrays(values: list, side_tape: Tape) -> Iterator[Any]:
-    """The arrays that a call was given, and those that its tape has kept."""
+    """The arguments of a call that are arrays, and the arrays that its tape keeps."""
     for x in itertools.chain(values, *(node.args for node in side_tape.nodes)):
         x = slot_of(value_of(x))
         if isinstance(x, np.ndarray | np.generic):
@@ -338,7 +339,7 @@ def _tapes(leaves: list) -> Iterator[Tape]:
 
 
 def _closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
-    """The nodes of a tape that what went aside depends on, and results that are such nodes themselves."""
+    """The nodes of a tape on which the side tape or the results depend."""
     nodes = [p for node in side_tape.nodes for p in node.parents if p is not None]
     for o in outs:
         while type(o) is Array:
@@ -351,7 +352,7 @@ def _closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
 
 @contextmanager
 def _redirected(pairs: Iterable[tuple[Tape, Tape]]) -> Iterator[None]:
-    """Within the block, what is recorded on the first of each pair goes to the other."""
+    """Within the block, recording on the first tape of each pair goes to the second."""
     pairs = list(pairs)
     before = [(tape.open, tape.varied_copies) for tape, _ in pairs]
     for tape, side_tape in pairs:

@@ -103,7 +103,7 @@ def _valued(fun, composition, args, kwargs, split):
 
 
 def _with_values(result, exact):
-    """Results with other values, on the tapes where they are."""
+    """Results with the values of `exact`, on the same tapes."""
     if type(result) is Array:
         value = value_of(exact)
         return _with_value(result, value) if getattr(value, "shape", ()) == result.shape else result
@@ -120,15 +120,13 @@ def _with_value(x: Array, value) -> Array:
 
 @functools.cache
 def place_of_out(fun) -> int:
-    """Where a function takes an array to write into, among its arguments by position."""
-    parameters = signature_of(fun) or signature_of(
-        handlers.get(fun, fun)
-    )  # of its own functions older NumPy tells none
+    """The position of `out` among the arguments of a function."""
+    parameters = signature_of(fun) or signature_of(handlers.get(fun, fun))  # older NumPy has no signatures of its own
     return next((i for i, p in enumerate(parameters) if p.name == "out" and p.kind != p.KEYWORD_ONLY), 1000)
 
 
 def load_families() -> None:
-    """Load the rules that are left, those of other libraries where these are imported."""
+    """Load the remaining rules, those of other libraries only if these are imported."""
     for name, library in tuple(lazy_rules.items()):
         if library is None or library in sys.modules:
             importlib.import_module(name)  # a thread that comes meanwhile waits for the module too
@@ -143,13 +141,13 @@ def _no_rule(fun) -> Exception:
 
         # A function of NumPy that writes into what it makes has an override.
         instead = (find_converter(sys._getframe(3)) or ("", ""))[1] or instead
-    known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
+    nearest_names = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
     return DifferentiationError.at(
         name_of(fun),
         got="an Array, which is immutable"
         if fun in in_place
         else "a traced array, and no derivative rule for this function",
-        need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
+        need=f"a function with a rule{'; the nearest are ' if nearest_names else ''}{', '.join(nearest_names)}",
         mend=instead
         or "compose it of functions with rules, declare it with spmd.custom_vjp, "
         "or cut its argument off with spmd.stop_gradient",
@@ -157,7 +155,7 @@ def _no_rule(fun) -> Exception:
 
 
 creators: dict[Any, Callable[..., Any]] = {}
-"""Functions that reach an Array by `like=` only: what makes the array, of the function, its arguments and the Array."""
+"""Functions that dispatch on an Array by `like=` only: creator(function, args, kwargs, array) makes the result."""
 
 
 # How NumPy reaches an Array
@@ -187,12 +185,12 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
                 mend="np.where(mask, f(x), other)",
             )
         return dispatch(ufunc, inputs, kwargs)
-    known = Method((ufunc, method))
-    if known not in handlers and known not in constants and known not in refusals:
+    key = Method((ufunc, method))
+    if key not in handlers and key not in constants and key not in refusals:
         load_families()
         for declare in method_rules:
             declare(ufunc)
-    return dispatch(known, inputs, kwargs)
+    return dispatch(key, inputs, kwargs)
 
 
 def _array_function(self, fun, types, args, kwargs):

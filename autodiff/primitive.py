@@ -58,33 +58,32 @@ primitives: dict[Any, Primitive] = {}
 """The functions among the handlers that have rules of their own."""
 
 constants: set[Any] = set()
-"""Functions whose derivative is zero everywhere it exists: they are computed and not recorded."""
+"""Functions whose derivative is zero wherever it exists; they are not recorded."""
 
 composites: set[Any] = set()
-"""Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
+"""Functions that are compositions of others; without differentiation NumPy's own function runs."""
 
 numpy_valued: set[Any] = set()
-"""Compositions that compute otherwise than NumPy does: they give derivatives, and NumPy's own functions the values."""
+"""Compositions that compute in another way than NumPy: they give derivatives, and NumPy's own functions the values."""
 
 refusals: dict[Any, str] = {}
-"""Functions that a traced array is refused to, and what to write instead. Undifferentiated arrays they take."""
+"""Functions that refuse traced arrays, and what to write instead. They take undifferentiated arrays."""
 
 in_place: set[Any] = set()
-"""Those among the refused functions that write into an argument: they are refused for every Array."""
+"""The refused functions that write into an argument: they refuse every Array."""
 
 passives: set[Any] = set()
-"""Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
-
+"""Functions that take no entries of arrays: they make arrays of numbers, read files, describe dtypes."""
 
 overrides: dict[str, Any] = {}
-"""What takes the place of NumPy's functions and objects, by name."""
+"""Replacements of NumPy's functions and objects in `spmd.numpy`, by name."""
 
 lazy_rules: dict[str, str | None] = {}
-"""Modules with rules that most programs do not need, loaded when a function first meets an Array that has no rule so
-far; and the library of whose functions they are, which must be loaded already."""
+"""Modules of rules that are loaded when a function without a rule first gets an Array; and the library whose functions
+they are for, which must be imported already."""
 
 method_rules: list[Callable[[Any], None]] = []
-"""What declares the methods of a ufunc, as `np.add.outer`, when one of them first meets an Array."""
+"""Functions that declare the methods of a ufunc, such as `np.add.outer`, when one of them first gets an Array."""
 
 
 class Method(tuple):
@@ -182,7 +181,7 @@ class Primitive:
 
 
 class Plan:
-    """What the rules of some arguments ask for, as their parameter names say.
+    """What the rules of some arguments need, by their parameter names.
 
     pulls: the rules of the differentiated arguments, in order.
     keep_ans: whether the result is kept.
@@ -218,7 +217,7 @@ class Plan:
         self.keeps = tuple(VALUE if i in by_value else LIKE if i in by_shape else NOTHING for i in range(count))
 
     def chosen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
+        """The keyword arguments that the rules take; raises for another one that changes the derivative."""
         options = self.options
         if options is None:
             return kwargs
@@ -232,7 +231,7 @@ VALUE, LIKE, NOTHING = "value", "like", None
 
 
 def _reads(rule: Any, parameter: str) -> bool:
-    """Whether a rule looks at this parameter at all."""
+    """Whether a rule reads this parameter."""
     code = getattr(rule, "__code__", None)
     if code is None or parameter in code.co_cellvars:
         return True
@@ -243,7 +242,7 @@ def _reads(rule: Any, parameter: str) -> bool:
 
 
 _IGNORED_OPTIONS = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
-"""Options that change how a function computes, but no derivative except by a cast, which the sweep undoes."""
+"""Options that do not change the derivative, except by a cast, which the sweep undoes."""
 
 
 def _not_differentiable(prim: Primitive, i: int) -> Exception:
@@ -294,7 +293,7 @@ def name_of(fun) -> str:
 
 
 def constant(*funs: Any) -> None:
-    """Declare functions constant: their results keep the state of what they came from, and no gradient."""
+    """Declare functions constant: their results have the state of their arguments, and no gradient."""
     constants.update(funs)
 
 
@@ -313,7 +312,7 @@ def passive(*funs: Any) -> None:
 def composite(*funs: Any, by_numpy: bool = False):
     """Declare a function by a composition of others, with the signature of NumPy's: `@composite(np.vstack)`.
 
-    by_numpy: the composition computes otherwise than NumPy does, so that NumPy's own function gives the values.
+    by_numpy: the composition computes in another way than NumPy, so NumPy's own function gives the values.
     """
 
     def declare(f):

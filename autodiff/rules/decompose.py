@@ -5,9 +5,9 @@ cotangent lies in that triangle; its Hermitian part is that of JAX, which symmet
 
 Eigenvectors and singular vectors of complex matrices have a phase that the decomposition does not determine. The
 derivative keeps it: v_i^H dv_i is real (for svd, the phases of v are kept), as in JAX. Where eigenvalues or singular
-values are equal, the vectors may also turn within the space that they span. The derivative takes that turn as zero: it
-is right for functions that treat equal values alike and use the space of their vectors, and finite for all. For others
-a RuntimeWarning says so: the derivative of V f(w) V^H within the space of equal values, say, cannot come from eigh.
+values are equal, the vectors may also rotate within the space that they span. The derivative takes that rotation as
+zero. That is finite, and right for functions that treat equal values alike and use only the space of their vectors.
+For other functions, such as V f(w) V^H with an f that differs within equal values, a RuntimeWarning says so.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _h(x):
 
 
 def _half_diagonal_tril(x):
-    """The lower triangle with half of the diagonal: what is left of a Hermitian x when its mirror image is left out."""
+    """The lower triangle with half of the diagonal, which represents a Hermitian x."""
     return (np.tril(x) + np.tril(x, -1)) / 2
 
 
 def _to_triangle(g, upper):
-    """The cotangent of a Hermitian matrix as that of the triangle which is read."""
+    """The cotangent of the triangle that NumPy reads, from that of the Hermitian matrix."""
     g = g + _h(g)
     return _t(_half_diagonal_tril(_t(g))) if upper else _half_diagonal_tril(g)
 
@@ -74,14 +74,14 @@ def _gaps(w, scale):
 
 
 def _largest(w):
-    """The largest of bare numbers, with two dimensions more."""
+    """The largest magnitude of bare numbers, with two more dimensions."""
     return largest(np.abs(w), -1)[..., None, None]
 
 
 def _warn_degenerate(name: str, gaps, gw, *rotations) -> None:
-    """Warn where a function does not treat equal values alike, or asks for the turn of their vectors.
+    """Warn if a function treats equal values differently, or depends on the rotation of their vectors.
 
-    gw and turns: the cotangents of the values and of the turns.
+    gw, rotations: the cotangents of the values and of the rotations.
     """
     checked(_check_degenerate, bare(gaps), name, bare(gw), *map(bare, rotations))
 
@@ -186,7 +186,7 @@ def multi_dot(arrays, *, out=None):
 
     @functools.cache
     def cheapest(i, j):
-        """The fewest multiplications that give the product of matrices i to j, and after which the last cut is."""
+        """The fewest multiplications for the product of matrices i to j, and where to split it."""
         if i == j:
             return 0, i
         return min(
@@ -309,9 +309,9 @@ def _check_basis(rotation, name: str, g) -> None:
 
 
 def _complement(name, g, q, rest):
-    """What a cotangent of `rest`, columns that complete q to a unitary matrix, means for q.
+    """The cotangent of q from that of `rest`, columns that complete q to a unitary matrix.
 
-    Any other basis of the same space would do for them, so a function of them must not depend on the basis.
+    `rest` may be any basis of its space, so a function of it must not depend on the basis.
     """
     checked(_check_basis, bare(_t(rest) @ g), name, bare(g))
     return -conj(rest) @ _h(g) @ conj(q)
@@ -401,7 +401,7 @@ rule(np.linalg.eig, _eig)
 
 @composite(np.linalg.eigvals)
 def eigvals(a):
-    """LAPACK may find eigenvalues in another order when it looks for no vectors, so both come from one call."""
+    """LAPACK may order eigenvalues differently without vectors, so both come from one call."""
     return np.linalg.eig(a)[0]
 
 
@@ -444,7 +444,7 @@ def _svd_rule(g, ans, _a, full_matrices, check_vectors):
 
 @primitive("np.linalg.svd", _svd_rule)
 def _svd(a, full_matrices, check_vectors):
-    """careful=False promises a function that does not depend on the vectors of equal values, but on their space."""
+    """check_vectors=False: the function depends on the space of the vectors of equal values only."""
     return np.linalg.svd(a, full_matrices)
 
 
@@ -522,7 +522,7 @@ def _pinv(a, rcond):
 
 
 def _without_small(a, rcond):
-    """The matrix without the singular values that rcond leaves out, where these are more than rounding."""
+    """The matrix without the singular values that rcond drops, unless these are only rounding."""
     s = np.linalg.svd(bare(a), compute_uv=False)
     top = s[..., :1]
     small = s <= (devices.beside(array(rcond), s)[..., None] if np.ndim(rcond) else rcond) * top

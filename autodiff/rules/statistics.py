@@ -34,11 +34,11 @@ from spmd.autodiff.tracer import find, value_of
 
 
 def without_derivative(fun, *args):
-    """fun of the entries alone, without derivative: for what is constant but at jumps."""
+    """fun(*args) without a derivative, for piecewise constant functions."""
     return compute(fun, args, {}) if find(args, []) else fun(*args)
 
 
-# Order statistics: sort, then take. Of entries that tie, each stands where it stands in the stable order.
+# Order statistics: sort, then take. Entries that tie are in stable order.
 
 
 def _take(ordered, position, n):
@@ -65,7 +65,7 @@ def _median(a, axis, keepdims, skip):
 
 
 def _nan(x):
-    """A NaN that leaves the dtype of x: one of another library, as bfloat16 is, gives way to Python's."""
+    """A NaN that does not change the dtype of x; a dtype of another library, such as bfloat16, needs its own."""
     return x.dtype.type(np.nan) if is_foreign(x.dtype) else np.nan
 
 
@@ -90,7 +90,7 @@ _CONTINUOUS = {
 
 
 def _position(q, n, method):
-    """Where the quantiles q stand among n entries in order, counted from 0: integers where nothing is interpolated."""
+    """The positions of the quantiles q among n sorted entries, from 0; integers if nothing is interpolated."""
     q, n = devices.beside(q, value_of(n)), devices.beside(n, value_of(q))
     n = n if q.dtype.kind in "biu" else n.astype(q.dtype)
     if method == "linear":
@@ -102,7 +102,7 @@ def _position(q, n, method):
 
 
 def _jump_position(q, n, method):
-    """The place of a quantile that jumps from entry to entry: NumPy finds it among the numbers 0, 1, ..."""
+    """The position of a quantile without interpolation: NumPy's quantile of the numbers 0, 1, ..."""
     position = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
     for m in np.unique(n).tolist():
         if m:
@@ -113,7 +113,7 @@ def _jump_position(q, n, method):
 
 
 def _weighted_position(q, weights, method):
-    """The place of a quantile among weighted entries in order."""
+    """The position of a quantile among sorted entries with weights."""
     numbers = np.arange(float(len(weights)), like=weights)
     numbers = np.broadcast_to(np.reshape(numbers, (-1,) + (1,) * (weights.ndim - 1)), weights.shape)
     return cupy_fallback.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
@@ -195,7 +195,7 @@ def nanpercentile(a, q, *args, **options):
     return _nan_quantile(a, _hundredth(q), *args, **options)
 
 
-# Sums that skip NaN: entries that are NaN have the cotangent zero.
+# Sums that skip NaN: the cotangent of a NaN is zero.
 
 
 def _filled(a, value):
@@ -235,7 +235,7 @@ def nanvar(
     mask, filled = ~np.isnan(a) & devices.beside(where, value_of(a)), _filled(a, 0)
     if mean is absent:
         n = np.sum(mask, axis, keepdims=True)
-        # Where nothing is left the result is NaN by its own count of entries.
+        # Without any entry the result is NaN by its own count below.
         mean = np.sum(kept(filled, mask), axis, dtype, keepdims=True) / np.maximum(n, 1)
     deviation = np.where(mask, filled - mean, 0).astype(filled.dtype)
     n = np.sum(mask, axis, keepdims=keepdims) - (ddof if correction is absent else correction)
@@ -307,7 +307,7 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
     if value_of(factor) <= 0:
         factor = 0.0
     product = deviation @ (np.conj(scaled.T) if np.iscomplexobj(x) else scaled.T)
-    # NumPy divides by a scalar of double precision, which a given dtype gives way to.
+    # NumPy divides by a float64 scalar, which does not promote the dtype.
     return np.squeeze(product * array(np.true_divide(1, factor)).astype(product.real.dtype))
 
 
@@ -322,7 +322,7 @@ def corrcoef(x, y=None, rowvar=True, *, dtype=None):
     return clipped + 1j * np.clip(np.imag(c), -1, 1) if np.iscomplexobj(c) else clipped
 
 
-# Histograms: which bin an entry falls into is constant, where the bins stand is not, nor what the entries weigh.
+# Histograms: the bin of an entry is constant; the edges and the weights have derivatives.
 
 
 @primitive(
@@ -340,7 +340,7 @@ def _ramp(g, n):
 
 
 def _edges(a, bins, range, dtype):
-    """Where bins begin and end: NumPy tells how many they are, the least and the largest entry where."""
+    """The edges of bins: their number from NumPy, their range from the smallest and largest entry."""
     if np.ndim(bins) == 1:
         return devices.beside(array(bins), value_of(a))
     count = without_derivative(np.histogram_bin_edges, a, bins, range).shape[0] - 1
@@ -381,7 +381,7 @@ def _traced(tree) -> bool:
 
 @composite(np.histogram, by_numpy=True)
 def histogram(a, bins: Any = 10, range=None, density=None, weights: Any = None):
-    """Constant in a but for the edges, where a tells them; linear in the weights."""
+    """Constant in a except for edges that depend on a; linear in the weights."""
     edges = np.histogram_bin_edges(a, bins, range, weights)
     if _traced(weights):
         if np.shape(weights) != np.shape(a):
@@ -490,7 +490,7 @@ def _no_identity(ufunc) -> Exception:
 
 
 def _reduce_by_halves(ufunc):
-    """`reduce` of an associative ufunc, both halves together at once: log n steps, each stable as the ufunc is."""
+    """`reduce` of an associative ufunc by halves: log n steps, each as stable as the ufunc."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
         x = _cast(ufunc, array, dtype)
@@ -563,7 +563,7 @@ def _accumulate_by_doubling(ufunc, column):
 
 
 def _running_extreme(ufunc):
-    """The running extreme: the cotangent belongs to the entry that is it, the first one of those that tie."""
+    """The running extreme: the cotangent goes to the entry that attains it, the first of those that tie."""
 
     def pull(g, ans, _x):
         rank = np.reshape(np.arange(len(ans)), (-1,) + (1,) * (ans.ndim - 1))
@@ -586,7 +586,7 @@ def _parts(indices, n, name):
 
 
 def _sums_at(g, _ans, _x, indices, axis):
-    """Each entry gets the cotangents of the parts that it stands in."""
+    """Each entry gets the cotangents of the parts that contain it."""
     parts = _parts(indices, _x.shape[axis], "add")
     entries = np.concatenate([np.arange(i, j) for i, j in parts] or [np.arange(0)])
     numbers = np.repeat(np.arange(len(parts)), [j - i for i, j in parts])
@@ -621,8 +621,8 @@ def _outer(ufunc):
 
 
 _REORDERED = (np.logaddexp, np.logaddexp2, np.hypot)
-"""The ufuncs whose entries are brought together in another order than NumPy's, which gives the values. Folds of others
-go in NumPy's order; NumPy's own reduce of np.power and np.arctan2 is wrong where its loops are of AVX512."""
+"""The ufuncs that are reduced in another order than NumPy's; NumPy gives their values. The others follow NumPy's order.
+NumPy's own reduce of np.power and np.arctan2 is wrong where its loops use AVX512."""
 
 _REDUCE = {
     np.add: _reduce_by(np.add, np.sum),
