@@ -1,4 +1,4 @@
-"""Who asked an Array for its bare data or a number, and what takes traced arrays instead. Loaded for the error."""
+"""Which function converts an Array to bare data or a number, and its replacement. Imported only for the error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SCIPY_RULES = {"scipy.fft": "fourier_scipy", "scipy.special": "special"}
 
 
 def find_converter(frame: FrameType | None) -> tuple[str, str] | None:
-    """What asked, as users write it, and the mend for it; None if unknown.
+    """The function that converts, as users write it, and the mend; None if unknown.
 
-    frame: where the conversion was asked for. The outermost public function of NumPy or SciPy on the way to the user's
-    code is the one that the user called. What is of C has no frame: it stands in the text of the line.
+    frame: of the caller of the conversion. The outermost public function of NumPy or SciPy before the user's code is
+    the one that the user called. C functions have no frame: they are read from the text of the line.
     """
     function, outermost = None, None
     while frame is not None and _root(frame) in ("numpy", "scipy"):
@@ -59,13 +59,13 @@ _CLASS_ERRORS = {
     "numpy.matrixlib": ("np.matrix", "x as it is: an array of two dimensions"),
     "numpy.polynomial": ("np.polynomial", "np.polyval(c[::-1], t), of the coefficients in the opposite order"),
 }
-"""Parts of NumPy and SciPy that make objects of their own: what asks, and the mend."""
+"""Parts of NumPy and SciPy with classes of their own: what converts, and the mend."""
 _NAMED = ("np.matrix", "np.polynomial")
-"""Parts whose functions are told by their own names."""
+"""Parts whose functions have their own names in errors."""
 
 
 def _from_class(frame: FrameType, function: tuple[str, str] | None) -> tuple[str, str] | None:
-    """As `find_converter`, for what methods of NumPy's and SciPy's classes call."""
+    """`find_converter` for methods of NumPy's and SciPy's classes."""
     owner = frame.f_locals.get("self")
     if frame.f_code.co_qualname.startswith("AxisConcatenator."):
         name = "c_" if type(owner).__name__ == "CClass" else "r_"
@@ -101,7 +101,7 @@ def _public_function(frame: FrameType) -> tuple[str, str] | None:
 
 
 def _from_line(frame: FrameType) -> tuple[str, str] | None:
-    """As `find_converter`, for what a line of the user's does just now."""
+    """`find_converter` for the current instruction of the user's code."""
     opcode = opname[frame.f_code.co_code[frame.f_lasti]]
     if opcode == "STORE_SUBSCR":
         return "b[i] = x", "b = spmd.at(b)[i].set(x)"
@@ -124,7 +124,7 @@ def _from_line(frame: FrameType) -> tuple[str, str] | None:
 
 
 def _callee(frame: FrameType) -> ast.expr | None:
-    """What a frame calls just now, as an expression."""
+    """The function that a frame calls, as an expression."""
     row, last, start, stop = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     if row is None or last is None:
         return None
@@ -153,7 +153,7 @@ _AS_NUMPY = {"fabs": "abs", "pow": "power", "fsum": "sum", "dist": "linalg.norm"
 
 
 def _from_c_function(f: Any) -> tuple[str, str] | None:
-    """As `find_converter`, for a function of C."""
+    """`find_converter` for a C function."""
     name = getattr(f, "__name__", "")
     if isinstance(f, type) and issubclass(f, np.generic):
         return f"np.{name}", f"x.astype(np.{name})"
@@ -166,7 +166,7 @@ def _from_c_function(f: Any) -> tuple[str, str] | None:
 
 
 def _mend(module: str, name: str) -> str:
-    """What to write in place of a public function; nothing where that is not known."""
+    """What to write in place of a public function; empty if unknown."""
     f = getattr(sys.modules[module], name, None)
     if module == "numpy":
         if name in overrides:

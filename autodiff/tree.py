@@ -34,7 +34,7 @@ __all__ = [
 
 
 class _LazyOptree:
-    """The library behind, imported when it is first asked for something: it is a third of what importing spmd costs."""
+    """optree, imported at its first use: its import takes a third of the time of `import spmd`."""
 
     def __getattr__(self, name: str) -> Any:
         global optree
@@ -45,13 +45,13 @@ class _LazyOptree:
 optree: Any = _LazyOptree()
 
 _NAMESPACE: Any = {"namespace": "spmd"}
-"""Where classes are registered: other programs that use the library behind may see them otherwise."""
+"""The namespace of our registrations in optree, apart from those of other programs."""
 
 _LEAF_STRUCTURES: list[Any] = [None, None]
-"""The structures of a leaf alone, where None is none and where it is one, once one was met."""
+"""The structures of a single leaf, by none_is_leaf, once they are known."""
 
 LEAF_TYPES: set[type] = {np.ndarray}
-"""Classes of arrays, which are leaves by themselves."""
+"""Classes of arrays, which are leaves."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -71,7 +71,7 @@ def register(cls: Class, flatten: Callable | None = None, unflatten: Callable | 
 
 
 def _of_fields(cls: type) -> tuple[Callable, Callable]:
-    """How a dataclass is taken apart and put together."""
+    """flatten and unflatten of a dataclass."""
     import dataclasses
 
     if not dataclasses.is_dataclass(cls):
@@ -101,15 +101,14 @@ def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
     if type(tree) in LEAF_TYPES or (none_is_leaf and tree is None):
         return [tree], _leaf(none_is_leaf)
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
-    return found, structure
+    return optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
 
 
 def _leaf(none_is_leaf: bool) -> Any:
-    found = _LEAF_STRUCTURES[none_is_leaf]
-    if found is None:
-        found = _LEAF_STRUCTURES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_NAMESPACE)
-    return found
+    leaf = _LEAF_STRUCTURES[none_is_leaf]
+    if leaf is None:
+        leaf = _LEAF_STRUCTURES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_NAMESPACE)
+    return leaf
 
 
 def is_leaf(structure: Any) -> bool:
@@ -127,8 +126,8 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
 
 def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
-    found, structure = flatten(tree, none_is_leaf=none_is_leaf)
-    return shown_paths(structure), found, structure
+    leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
+    return shown_paths(structure), leaves, structure
 
 
 def shown_paths(structure: Any) -> list[str]:
@@ -189,7 +188,7 @@ class Described:
 
     @classmethod
     def of(cls, structure: Any) -> Described:
-        """A structure of the library behind."""
+        """The description of a structure of optree."""
         return cls(
             _text(structure), ("".join(f"[{_shown(k)}]" for k in path) for path in optree.treespec_paths(structure))
         )
@@ -256,7 +255,7 @@ def _text(structure: Any) -> str:
 
 
 def _pieces(node: Any) -> list[Any]:
-    """A container as the words and children that stand for it, in order."""
+    """The text pieces and children of a container, in order."""
     kind, children, keys = node.type, node.children(), [_shown(key) for key in node.entries()]
     if kind is tuple or kind is list:
         opening, closing = "()" if kind is tuple else "[]"
