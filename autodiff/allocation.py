@@ -1,4 +1,4 @@
-"""Memory: for large results, NumPy's own until somebody says where there is better; and who may write to it."""
+"""Memory of large results, which a pool may provide, and whether an array may be written to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _least: Callable[[], int] = lambda: sys.maxsize
 
 
 def take_from(empty: Callable[..., np.ndarray], least: Callable[[], int]) -> None:
-    """Take memory by empty(shape, dtype), for results of at least least() bytes."""
+    """Allocate results of at least least() bytes by empty(shape, dtype)."""
     global _empty, _least
     _empty, _least = empty, least
 
 
 def product(x: Any, y: Any, /, *more: Any, **options: Any) -> Any:
-    """np.matmul; what is large lies in such memory."""
+    """np.matmul; a large result comes from the pool."""
     if type(x) is np.ndarray and type(y) is np.ndarray and not more and not options and x.ndim == 2 == y.ndim:
         dtype, rows, columns = x.dtype, len(x), y.shape[1]
         if rows * columns * dtype.itemsize >= _least() and dtype == y.dtype and dtype.isnative and dtype.kind in "fc":
@@ -33,8 +33,9 @@ _SINGLE = frozenset((np.ndarray, np.float32, np.float64))
 
 
 def scaled(g: Any, x: Any) -> Any:
-    """g * x, for a single number g; what is large lies in such memory. Where g is one, as at the start of most sweeps,
-    that is x itself if nobody may write to x: it is not read and written for that."""
+    """g * x, for a single number g; a large result comes from the pool.
+
+    If g is 1, as at the start of most sweeps, the result is x itself, unless x may be written to."""
     if type(g) not in _SINGLE or type(x) is not np.ndarray or g.dtype != x.dtype or not x.dtype.isnative:
         return g * x
     if g == 1 and not writable(x):
@@ -43,14 +44,13 @@ def scaled(g: Any, x: Any) -> Any:
 
 
 def owns_memory(x: np.ndarray) -> bool:
-    """Whether the memory of an array is its own, or used again when x is gone: it is a view of no other array."""
+    """Whether x is a view of no other array: it owns its memory, or leases it from the pool."""
     base = x.base
     return base is None or type(base).__name__ == "PooledBase"
 
 
 def writable(x: Any) -> bool:
-    """Whether somebody may write to x: to itself, or to what it is a view of, unless that was frozen. Memory that
-    is used again is nobody else's while x is there."""
+    """Whether x, or an array that it is a view of, is writable. Memory that x leases belongs to x alone."""
     while isinstance(x, np.ndarray) and type(x).__name__ not in ("PooledBase", "ExtendedBase", "Frozen"):
         if x.flags.writeable:
             return True

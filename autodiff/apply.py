@@ -1,4 +1,4 @@
-"""Run a primitive on arrays of any level and state, and record it where a rule will be asked for."""
+"""Run a primitive on arrays of any level and state, and record it if an argument is differentiated."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def apply(prim: Primitive, args, kwargs):
-    """Run a primitive on arrays of any level and state, and record it where a rule will be asked for."""
+    """Run a primitive on arrays of any level and state, and record it if an argument is differentiated."""
     top = first = state = None
     mixed = False
     for a in args:
@@ -67,7 +67,7 @@ def apply(prim: Primitive, args, kwargs):
         try:
             ans = prim.fun(*bared, **kwargs)
         except Exception as error:
-            ans = cupy_fallback.again(prim.fun, bared, kwargs, error, prim.name)
+            ans = cupy_fallback.retry(prim.fun, bared, kwargs, error, prim.name)
         return wrap(ans, state)
     lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
@@ -98,12 +98,12 @@ def apply(prim: Primitive, args, kwargs):
     except Exception as error:
         if deeper:
             raise
-        ans = cupy_fallback.again(prim.fun, lower, kwargs, error, prim.name)
+        ans = cupy_fallback.retry(prim.fun, lower, kwargs, error, prim.name)
     return _recorded(plan, parents, lower, likes, options, ans, state, top)
 
 
 def _copied(tree):
-    """Nested lists (of indices, of axes) as their owner cannot change them later; the rest as it is."""
+    """Copies of nested lists (of indices, of axes), which their owner may change later; the rest unchanged."""
     return [_copied(t) for t in tree] if type(tree) is list else tree
 
 
@@ -128,7 +128,7 @@ def _inside(prim: Primitive, a) -> Exception:
 
 
 def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape: Tape):
-    """A result with what its rules ask for on the tape; one that has no derivative as it is."""
+    """Record a result with what its rules need; one without derivative is not recorded."""
     try:
         shape, dtype = ans.shape, ans.dtype
         if dtype.kind in "biu":
@@ -151,18 +151,18 @@ def _recorded(plan: Plan, parents, args: list, likes, options, ans, state, tape:
     return Array(ans, state, tape, node) if shape is not None else _parts(ans, state, tape, node)
 
 
-# The same for one and for two operands, where nothing is unusual: a tape of its own level, or none.
+# `apply` for one and for two operands in the common case: one tape at most, no nested Arrays.
 
 
 def apply_unary(prim: Primitive, x: Array):
-    """As `apply`, of one Array."""
+    """`apply` for one Array."""
     value = x.value
     if type(value) is not NDARRAY and type(value) not in USUAL:
         return apply(prim, (x,), NO_OPTIONS)
     try:
         ans = prim.fun(value)
     except Exception as error:
-        ans = cupy_fallback.again(prim.fun, [value], NO_OPTIONS, error, prim.name)
+        ans = cupy_fallback.retry(prim.fun, [value], NO_OPTIONS, error, prim.name)
     if type(ans) is not NDARRAY and type(ans) not in USUAL:
         return _unusual(prim, x, ans)
     tape = x.tape
@@ -173,7 +173,7 @@ def apply_unary(prim: Primitive, x: Array):
         return wrap(ans, x.state)
     pulls, keeps_ans, keeps_x = prim.unary or prim.plan_unary()
     parent = x.node
-    # The node and the result are made without their constructors: what is most often done, for a tenth of its time.
+    # Without the constructors of Node and Array: this is the hottest path.
     node = _new(Node)
     node.prim = prim
     node.pulls = pulls
@@ -202,9 +202,9 @@ def _unusual(prim: Primitive, x: Array, ans):
 
 
 def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = None):
-    """As `apply`, of two operands, of which one at least is an Array.
+    """`apply` for two operands, at least one of them an Array.
 
-    into: the operand whose data may be written over by the result, which `ufunc` computes; it is of no use then.
+    into: the operand whose data the result, which `ufunc` computes, may overwrite; the operand is invalid then.
     """
     if type(x) is Array:
         tape, state, a, left = x.tape, x.state, x.value, x.node
@@ -236,7 +236,7 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
         try:
             ans = prim.fun(a, b)
         except Exception as error:
-            ans = cupy_fallback.again(prim.fun, pair := [a, b], NO_OPTIONS, error, prim.name)
+            ans = cupy_fallback.retry(prim.fun, pair := [a, b], NO_OPTIONS, error, prim.name)
             a, b = pair
     if plan is None or tape is None:
         return Array(ans, state) if state is not None and type(ans) in USUAL else wrap(ans, state)
@@ -258,12 +258,12 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
 
 
 def _like(x):
-    """What is left of an operand whose value is not kept: its node, or its shape and dtype."""
+    """What the tape keeps of an operand without its value: its node, or its shape and dtype."""
     return Like(x.shape, x.dtype) if hasattr(x, "dtype") and type(x) is not Node else x
 
 
 class _Taken:
-    """What is left of a temporary whose data a result was written into."""
+    """The value of a temporary whose data a result has overwritten; every use raises."""
 
     def __getattr__(self, name: str):
         raise StateError.at(
@@ -278,7 +278,7 @@ TAKEN: Any = _Taken()
 FLOAT, NDARRAY = np.dtype(float), np.ndarray
 NO_OPTIONS: dict[str, Any] = {}
 looked_at = False
-"""Whether `Array.__init__` looks at every array that is made: `spmd.debug`."""
+"""Whether `Array.__init__` checks every new array, for `spmd.debug`."""
 _new: Any = object.__new__
 _SELECT = Primitive(None, "select", (lambda g, ans, k: Bundle({k: g}),))
 
@@ -289,19 +289,19 @@ def part(node: Node, k: int, value, state, tape: Tape) -> Array:
 
 
 def _parts(ans: Any, state, tape: Tape, node: Node):
-    """The results of a function that has several; those of integers and booleans have no derivative."""
+    """The results of a function with several; integers and booleans have no derivative."""
     node.results = tuple(Like(a.shape, a.dtype) for a in ans)
     parts = [part(node, k, a, state, tape) if a.dtype.kind not in "biu" else wrap(a, state) for k, a in enumerate(ans)]
     return type(ans)(*parts) if hasattr(ans, "_fields") else tuple(parts)
 
 
 def weak(number: float | complex):
-    """The dtype by which a node marks a Python number: none for a real one, whose type adapts to what it meets."""
+    """The dtype of a node for a Python number: None for a real one, which is weakly typed."""
     return np.dtype(complex) if isinstance(slot_of(number), complex) else None
 
 
 def _with_keyword_arrays(prim: Primitive, args, kwargs):
-    """Arrays given by keyword: brought to their positions where they follow there, else taken as constants."""
+    """Apply with arrays given by keyword: moved to their positions if these follow, else taken as constants."""
     names = [p.name for p in signature_of(prim.fun) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     args, kwargs = list(args), dict(kwargs)
     while len(args) < len(names) and names[len(args)] in kwargs:
@@ -349,9 +349,9 @@ def compute(fun, args, kwargs) -> Any:
 
 
 def operand(x, where: str) -> Any:
-    """What may be computed with beside an Array: arrays of NumPy admitted, in lists and tuples too; the rest as it is.
+    """x as an operand beside an Array: arrays of NumPy are admitted, in lists and tuples too; the rest is unchanged.
 
-    Raises where x is an array whose operations mean something else, or are recorded elsewhere.
+    Raises if x is an array whose operations mean something else, or are recorded by another library.
     """
     kind = type(x)
     if kind is list or kind is tuple:
@@ -390,9 +390,9 @@ def is_elsewhere(kind: type) -> bool:
 
 
 def joined(arrays) -> list[Any]:
-    """Arrays, bare ones too, brought to one state: what a function that returns them all gives undifferentiated."""
+    """Arrays, bare ones too, brought to one state, for functions that return all their arguments."""
     some = find(list(arrays), [])
-    if not some or some[0].state is None or some[0].state is cupy_fallback.ALONE:
+    if not some or some[0].state is None or some[0].state is cupy_fallback.DEVICE_STATE:
         return list(arrays)
     ambient = tracer.mixing.ambient()
     return tracer.mixing.join([a if type(a) is Array else Array(np.asarray(a), ambient) for a in arrays])[0]
@@ -412,7 +412,7 @@ def compute_bare(fun, args, kwargs, arrays: list[Array]) -> Any:
     try:
         ans = fun(*args, **kwargs)
     except Exception as error:
-        ans = cupy_fallback.again(fun, list(args), kwargs, error, name_of(fun))
+        ans = cupy_fallback.retry(fun, list(args), kwargs, error, name_of(fun))
     return wrap(_unshared(ans), state)
 
 
@@ -426,14 +426,14 @@ def _hidden(fun) -> Exception:
 
 
 def split_arrays(args, kwargs) -> tuple[Any, Any, list[Array]]:
-    """Arguments as `bare` makes them, and the arrays on the way."""
+    """The bare arguments, and the Arrays among them."""
     arrays: list[Array] = []
     args = [_bared(a, arrays) for a in args]
     return args, {k: _bared(v, arrays) for k, v in kwargs.items()} if kwargs else kwargs, arrays
 
 
 def _bared(tree, into: list[Array]) -> Any:
-    """As `bare`, and the arrays on the way."""
+    """`bare(tree)`; appends its Arrays to `into`."""
     kind = type(tree)
     if kind is Array:
         into.append(tree)
@@ -441,14 +441,14 @@ def _bared(tree, into: list[Array]) -> Any:
     if kind is np.ndarray or kind is int:
         return tree
     if kind is tuple or kind is list:
-        found = []
+        values = []
         for t in tree:
             if type(t) is Array and type(t.value) is np.ndarray:
                 into.append(t)
-                found.append(t.value)
+                values.append(t.value)
             else:
-                found.append(_bared(t, into))
-        return found if kind is list else tuple(found)
+                values.append(_bared(t, into))
+        return values if kind is list else tuple(values)
     if isinstance(tree, tuple | list | dict | slice):
         find(tree, into)
         return bare(tree)
@@ -456,7 +456,7 @@ def _bared(tree, into: list[Array]) -> Any:
 
 
 def _unshared(ans):
-    """Results as arrays of their own: a view of a bare argument could change under its owner's hand."""
+    """Results that are no views: the owner of a bare argument could write to a view of it."""
     if type(ans) is np.ndarray:
         return ans if owns_memory(ans) or not writable(ans) else ans.copy()
     if isinstance(ans, tuple | list):
@@ -466,7 +466,7 @@ def _unshared(ans):
 
 
 def read_only_views(tree) -> Any:
-    """Views that a function without rule cannot write through."""
+    """Read-only views of arrays, for functions without a rule."""
     if isinstance(tree, np.ndarray):
         view = tree.view()
         view.flags.writeable = False

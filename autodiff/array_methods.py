@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.autodiff import backward, cupy_fallback, tracer
 from spmd.autodiff.apply import apply_binary, apply_unary, compute, is_elsewhere, is_ours, operand, takes_over, wrap
-from spmd.autodiff.backward import alone
+from spmd.autodiff.backward import is_sole_owner
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.indexing import astype
 from spmd.autodiff.primitive import Primitive, handlers
@@ -37,8 +37,8 @@ def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
                 return NotImplemented if type(other).__array_ufunc__ is None else whole(self, other)
             if _comes_first(other) or (other := _operand(other)) is NotImplemented:
                 return NotImplemented
-        if ufunc is not None and getattr(self.value, "nbytes", 0) > backward.LARGE:
-            # As NumPy does with its own temporaries: a large array that nobody can ask for again takes the result.
+        if ufunc is not None and getattr(self.value, "nbytes", 0) > backward.INPLACE_MIN:
+            # As NumPy does with its own temporaries: the result overwrites a large array without other references.
             if getrefcount(self) == _TEMPORARY and taken(self, other):
                 return run(self, other, self, ufunc)
             if type(other) is Array and getrefcount(other) == _TEMPORARY and taken(other, self):
@@ -67,27 +67,25 @@ class _Probe:
 
 
 def _count_temporary() -> int:
-    """The reference count of an operand that an expression made; 0 where Python does not tell it from a variable, or
-    where somebody looks on who holds it too, as debuggers do."""
-    kept = _Probe()
-    made = _Probe() + 0
-    return made if made <= 3 and made < kept + 0 else 0
+    """The reference count of a temporary operand; 0 if it equals that of a variable, or if a debugger holds it too."""
+    variable = _Probe()
+    temporary = _Probe() + 0
+    return temporary if temporary <= 3 and temporary < variable + 0 else 0
 
 
 _TEMPORARY = _count_temporary()
 
 
 def taken(x: Array, other) -> bool:
-    """Whether the data of a temporary Array may be written over by the result with another operand."""
+    """Whether the result with another operand may overwrite the data of a temporary Array."""
     a, b = x.value, other.value if type(other) is Array else other
-    if type(a) is not np.ndarray or a.dtype.kind not in "fc" or not alone(getrefcount(a) - 1, a):
+    if type(a) is not np.ndarray or a.dtype.kind not in "fc" or not is_sole_owner(getrefcount(a) - 1, a):
         return False
     return type(b) in (int, float) or (type(b) is np.ndarray and b.dtype is a.dtype and b.shape == a.shape)
 
 
 def _comes_first(x) -> bool:
-    """Whether an operand without `__array_ufunc__` does what it does with an ndarray by itself: by its priority, and
-    that of ndarrays is zero."""
+    """Whether an operand without `__array_ufunc__` handles operators with an ndarray itself, by its priority."""
     kind = type(x)
     if kind in SEQUENCES or isinstance(x, np.generic) or is_ours(kind) or is_elsewhere(kind):
         return False
@@ -134,7 +132,7 @@ def _constant(symbol: str) -> Callable:
         try:
             ans = fun(*pair)
         except Exception as error:
-            ans = cupy_fallback.again(fun, pair, {}, error, f"np.{symbol.strip('_')}")
+            ans = cupy_fallback.retry(fun, pair, {}, error, f"np.{symbol.strip('_')}")
         return wrap(ans, state)
 
     return run

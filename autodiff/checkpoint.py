@@ -38,18 +38,17 @@ def checkpoint(
 ) -> Callable:
     """`fun`, whose intermediate values are not kept but computed again in the backward sweep, as jax.checkpoint.
 
-    What enters is kept: arguments, and traced arrays that `fun` closes over. A chain of n steps in √n checkpointed
-    blocks of √n steps so holds O(√n) arrays. The sweep of the block is checkpointed too, for outer differentiations.
-    `fun` must give the same when it is called again: the results of the two runs are compared, rounding apart, by a
-    sketch of each, which costs one pass over it. A lambda that is made in a loop sees the last value of the loop's
-    variable when it is called again: `lambda y, i=i: ...` keeps the value. On a GPU nothing is waited for: the gradient
-    is NaN in place of an error.
+    The tape keeps the inputs: the arguments, and traced arrays that `fun` closes over. A chain of n steps in √n
+    checkpointed blocks holds O(√n) arrays. Outer differentiations checkpoint the sweep of the block too.
+    `fun` must return the same values in both runs, up to rounding. Sketches of the results are compared, at the cost of
+    one pass over them. A lambda in a loop sees the last value of the loop variable in the second run:
+    `lambda y, i=i: ...` binds it. On a GPU there is no wait: the gradient becomes NaN in place of an error.
 
-    Raises DifferentiationError where the function gives something else when it is called again.
+    Raises DifferentiationError where the second run returns different values.
 
     prevent_cse: for compilers; it changes nothing here.
-    policy: None. Which intermediates are kept is said by which functions are checkpointed.
-    static_argnums, static_argnames: arguments that are passed as they are, and are never traced.
+    policy: None. To keep some intermediate values, checkpoint smaller functions.
+    static_argnums, static_argnames: arguments that are passed unchanged, and are never traced.
     """
     if policy is not None:
         raise DifferentiationError.at(
@@ -67,21 +66,21 @@ def checkpoint(
         if not tapes or any(t not in tapes for t in _tapes(tree.leaves((args, kwargs)))):
             return fun(*args, **kwargs)  # nothing is differentiated, or elsewhere: by a tape of another thread
         static = places(static_argnums, len(args))
-        fixed = {k: v for k, v in kwargs.items() if k in names}
-        _refuse_traced(fun, ([args[n] for n in static], fixed))
-        moving = [i for i in range(len(args)) if i not in static]
-        named = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, treedef = tree.flatten(([args[i] for i in moving], named))
+        static_kwargs = {k: v for k, v in kwargs.items() if k in names}
+        _refuse_traced(fun, ([args[n] for n in static], static_kwargs))
+        traced_positions = [i for i in range(len(args)) if i not in static]
+        traced_kwargs = {k: v for k, v in kwargs.items() if k not in names}
+        leaves, treedef = tree.flatten(([args[i] for i in traced_positions], traced_kwargs))
         template = [a if i in static else None for i, a in enumerate(args)]
 
         def call(values):
-            given, more = tree.unflatten(treedef, values)
-            full = list(template)
-            for i, a in zip(moving, given, strict=True):
-                full[i] = a
-            return fun(*full, **more, **fixed)
+            traced_args, more = tree.unflatten(treedef, values)
+            arguments = list(template)
+            for i, a in zip(traced_positions, traced_args, strict=True):
+                arguments[i] = a
+            return fun(*arguments, **more, **static_kwargs)
 
-        return _computed_again(call, leaves, tapes, _where(fun))
+        return _checkpointed(call, leaves, tapes, _where(fun))
 
     return wrapped
 
@@ -108,11 +107,11 @@ def _where(fun: Callable) -> str:
     return f"checkpoint of {name_of(fun)}" + (f", {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
 
 
-def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: str):
+def _checkpointed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str):
     """`call(leaves)`, on each of the tapes (outermost first) as one node, whose pullback runs `call` again.
 
-    It runs with its leaves below all tapes, so that they record only what it closes over. That goes aside, to tell on
-    which nodes the results depend, and is dropped.
+    It runs with its leaves below all tapes, so that these record only what it closes over. That goes to side tapes,
+    which show on which nodes the results depend, and are dropped.
     """
     if not tapes:
         return call(leaves)
@@ -121,28 +120,28 @@ def _computed_again(call: Callable, leaves: list, tapes: Sequence[Tape], where: 
     for tape in reversed(tapes):
         levels.append([lower(x, tape) for x in levels[-1]])
     *levels, values = levels
-    asides = [Tape() for _ in tapes]
-    with _redirected(zip(tapes, asides, strict=True)):
+    side_tapes = [Tape() for _ in tapes]
+    with _redirected(zip(tapes, side_tapes, strict=True)):
         out = call(values)
     outs, out_tree = tree.flatten(out)
     refuse_handles(outs, where, "result")
     for o in outs:
         foreign = [t not in tapes for t in _tapes([o])]
-        if sorted(foreign) != foreign:  # what went aside is hidden below a tape that is not known here
+        if sorted(foreign) != foreign:  # a recorded result is hidden below a tape of another thread
             raise _traced_elsewhere(where)
-    closed = [_closed(tape, aside, outs) for tape, aside in zip(tapes, asides, strict=True)]
+    closed = [_closure_nodes(tape, side_tape, outs) for tape, side_tape in zip(tapes, side_tapes, strict=True)]
     for tape in reversed(tapes):
         outs = [lower(o, tape) for o in outs]
     first = None
-    for i, (tape, seen) in enumerate(zip(tapes, reversed(levels), strict=True)):
-        moved = {k: x for k, x in enumerate(seen) if on(x, tape)}
-        if moved or closed[i]:
+    for i, (tape, level_leaves) in enumerate(zip(tapes, reversed(levels), strict=True)):
+        differentiated = {k: x for k, x in enumerate(level_leaves) if on(x, tape)}
+        if differentiated or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            places = {k: _place(x.node) for k, x in moved.items()}
+            places = {k: _place(x.node) for k, x in differentiated.items()}
             first = first or _FirstRun(outs, out_tree)
-            again = _Again(call, places, tape, closed[i], inner, where, first)
-            pull = functools.partial(again.pull, [lower(x, tape) for x in seen])
-            outs = joint(where, tape, [*(x.node for x in moved.values()), *closed[i]], outs, pull)
+            replay = _Replay(call, places, tape, closed[i], inner, where, first)
+            pull = functools.partial(replay.pull, [lower(x, tape) for x in level_leaves])
+            outs = joint(where, tape, [*(x.node for x in differentiated.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
 
 
@@ -151,7 +150,7 @@ def _place(node: Node) -> Place | None:
 
 
 class _FirstRun:
-    """What is kept of the results of a checkpointed function, to tell whether it gives the same when called again."""
+    """Sketches of the results of the first run, to compare with the second."""
 
     __slots__ = ("sketches", "structure")
 
@@ -161,29 +160,30 @@ class _FirstRun:
 
 
 def _sketches(x: Any) -> list[Sketch | None]:
-    """The sketches of the bare data of a result: one, or those of the blocks of a global array that lie here."""
+    """The sketches of a result: one, or one for each local block of a global array."""
     data = slot_of(value_of(x))
     parts = getattr(data, "__spmd_parts__", None)
     return [sketch(slot_of(part)) for part in (parts() if parts is not None else [data])]
 
 
-class _Again:
-    """The pullback of a call that is run again. The leaves of the call below the tape, `values`, are not kept here:
-    they may be on an outer tape, which then would hold itself.
+class _Replay:
+    """The pullback of a checkpointed call, which runs the call again.
 
-    moved: the positions of the leaves that are differentiated, and their places where they are leaves of the tape.
-    closed: nodes of the tape that the call depends on beside them. Only then is the tape itself kept, and used again:
-    arrays that are closed over know no other.
-    inner: tapes further in, on which the call records what it closes over, to no use.
-    first: the sketches of what the first call gave.
+    It does not keep the leaves below the tape: they may be on an outer tape, which would then refer to itself.
+
+    differentiated: by position, the differentiated leaves, and their places if they are leaves of the tape.
+    closed: other nodes of the tape on which the call depends. Only if there are any is the tape itself kept, because
+    arrays that the call closes over refer to it.
+    inner: inner tapes, on which the call records what it closes over; that is discarded.
+    first: the sketches of the first run's results.
     """
 
-    __slots__ = ("call", "closed", "first", "inner", "moved", "tape", "where")
+    __slots__ = ("call", "closed", "differentiated", "first", "inner", "tape", "where")
 
     def __init__(
         self,
         call,
-        moved: dict[int, Place | None],
+        differentiated: dict[int, Place | None],
         tape: Tape,
         closed: list[Node],
         inner,
@@ -191,7 +191,7 @@ class _Again:
         first: _FirstRun,
     ):
         self.call = call
-        self.moved = moved
+        self.differentiated = differentiated
         self.tape = tape if closed else None
         self.closed = closed
         self.inner = inner
@@ -203,92 +203,94 @@ class _Again:
             return [unstated(g) for g in self.swept(values, gs)]
         # For tapes further out this is a computation that holds as little as the call itself.
         n = len(values)
-        found = _computed_again(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], ACTIVE.get(), self.where)
-        return [unstated(g) for g in found]
+        leaf_cotangents = _checkpointed(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], ACTIVE.get(), self.where)
+        return [unstated(g) for g in leaf_cotangents]
 
     def swept(self, values: list, gs: list) -> list:
-        """Call again, and sweep back: the cotangents of what moved, and of what is closed over."""
-        with self.recording() as (tape, aside):
-            full, starts, states = list(values), [], []
-            for k, place in self.moved.items():
+        """Call again and sweep back: the cotangents of the differentiated leaves and of the closed-over nodes."""
+        with self.recording() as (tape, side_tape):
+            arguments, leaf_nodes, states = list(values), [], []
+            for k, place in self.differentiated.items():
                 x = values[k]
-                starts.append(aside.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or weak(x), place))
+                leaf_nodes.append(side_tape.leaf(np.shape(value_of(x)), getattr(x, "dtype", None) or weak(x), place))
                 states.append(getattr(x, "state", None))
-                full[k] = Array(unstated(x), states[-1], tape, starts[-1])
-            outs, structure = tree.flatten(self.call(full))
+                arguments[k] = Array(unstated(x), states[-1], tape, leaf_nodes[-1])
+            outs, structure = tree.flatten(self.call(arguments))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
-        proxies = {id(node): aside.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
-        here = set(map(id, aside.nodes))
-        there = self.compare(outs, structure, values, aside)
+        proxies = {id(node): side_tape.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
+        side_ids = set(map(id, side_tape.nodes))
+        device_flags = self.compare(outs, structure, values, side_tape)
 
-        def own(node: Any) -> Any:
-            """The node that stands for one on the sweep's own tape."""
-            if node is None or id(node) in here:
+        def local_node(node: Any) -> Any:
+            """The node on the side tape that stands for a given node."""
+            if node is None or id(node) in side_ids:
                 return node
             if id(node) not in proxies:
-                raise self.another()
+                raise self.different_function()
             return proxies[id(node)]
 
-        for node in aside.nodes:
-            node.parents = [own(p) for p in node.parents]
-        seeds = [(own(o.node), unstated(g)) for o, g in zip(outs, gs, strict=True) if g is not None and on(o, tape)]
-        leaves = [*starts, *proxies.values()]
-        found = sweep(aside, seeds, leaves, free=True)
-        for different in there:
-            found = [None if g is None else np.where(different, np.nan, g) for g in found]
+        for node in side_tape.nodes:
+            node.parents = [local_node(p) for p in node.parents]
+        pairs = [(o, g) for o, g in zip(outs, gs, strict=True) if g is not None and on(o, tape)]
+        seeds = [(local_node(o.node), unstated(g)) for o, g in pairs]
+        leaves = [*leaf_nodes, *proxies.values()]
+        leaf_cotangents = sweep(side_tape, seeds, leaves, free=True)
+        for different in device_flags:
+            leaf_cotangents = [None if g is None else np.where(different, np.nan, g) for g in leaf_cotangents]
         states += [None] * len(proxies)
-        return [None if g is None else stated(g, state) for g, state in zip(found, states, strict=True)]
+        return [None if g is None else stated(g, state) for g, state in zip(leaf_cotangents, states, strict=True)]
 
-    def compare(self, outs: list, structure: Any, values: list, aside: Tape) -> list[Any]:
-        """Raise where the call has given something else than at first, by more than the rounding of what it did.
+    def compare(self, outs: list, structure: Any, values: list, side_tape: Tape) -> list[Any]:
+        """Raise if the second run's results differ from the first's by more than rounding.
 
-        Of results on a device it gives booleans that lie there, true where they differ: nothing is waited for.
+        For results on a device it returns booleans on the device, true where they differ, without a wait.
         """
         if structure != self.first.structure:
-            raise self.another()
-        tolerance, least, there = None, None, []
+            raise self.different_function()
+        tolerance, rounding_slack, device_flags = None, None, []
         for k, out in enumerate(outs):
             first, second = self.first.sketches[k], _sketches(out)
             if len(first) != len(second):
-                raise self.other_value(k, out)
+                raise self.different_value(k, out)
             for before, now in zip(first, second, strict=True):
                 if before is None or now is None:
                     if before is not now:
-                        raise self.other_value(k, out)
+                        raise self.different_value(k, out)
                     continue
                 if tolerance is None:
-                    tolerance = rounding(getattr(x, "dtype", None) for x in [*aside.nodes, *outs])
+                    tolerance = rounding(getattr(x, "dtype", None) for x in [*side_tape.nodes, *outs])
                 different = differ(before, now, tolerance)
                 if devices.is_array(different):
-                    there.append(different)
+                    device_flags.append(different)
                 elif different:
-                    least = slack(_kept(values, aside)) if least is None else least
-                    if differ(before, now, tolerance, least):
-                        raise self.other_value(k, out)
-                    maybe = self.other_value(k, out, "by no more than the rounding of the largest numbers there")
+                    if rounding_slack is None:
+                        rounding_slack = slack(_kept_arrays(values, side_tape))
+                    if differ(before, now, tolerance, rounding_slack):
+                        raise self.different_value(k, out)
+                    maybe = self.different_value(k, out, "by no more than the rounding of the largest numbers there")
                     warnings.warn(str(maybe), RuntimeWarning, stacklevel=2)
-        return there
+        return device_flags
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
-        """The tape that the call records on, and the one that its nodes go to."""
-        junk = [(t, Tape()) for t in self.inner]
+        """The tape on which the call records, and the one that gets its nodes."""
+        discarded = [(t, Tape()) for t in self.inner]
         if self.tape is None:
-            with recording(once=True) as tape, _redirected(junk):
+            with recording(once=True) as tape, _redirected(discarded):
                 yield tape, tape
             return
-        aside = Tape(once=True)
+        side_tape = Tape(once=True)
         token = ACTIVE.set((*ACTIVE.get(), self.tape))
         try:
-            # A pullback may be called by several threads; the tape goes aside for one at a time.
-            with self.tape.lock, _redirected([(self.tape, aside), *junk]):
-                yield self.tape, aside
+            # Several threads may call a pullback; one at a time redirects the tape.
+            with self.tape.lock, _redirected([(self.tape, side_tape), *discarded]):
+                yield self.tape, side_tape
         finally:
             ACTIVE.reset(token)
 
-    def other_value(self, k: int, out: Any, how_much: str = "") -> Exception:
-        """The error; with how_much, what is told where the difference may be rounding."""
+    def different_value(self, k: int, out: Any, how_much: str = "") -> Exception:
+        """The error; how_much: the text of a warning, if the difference may be rounding."""
         path = tree.shown_paths(self.first.structure)[k] if len(self.first.sketches) > 1 else ""
         return DifferentiationError.at(
             self.where,
@@ -301,7 +303,7 @@ class _Again:
             "written into",
         )
 
-    def another(self) -> Exception:
+    def different_function(self) -> Exception:
         return DifferentiationError.at(
             self.where,
             got="a function that uses other arrays, or returns others, when it is called again",
@@ -310,9 +312,9 @@ class _Again:
         )
 
 
-def _kept(values: list, aside: Tape) -> Iterator[Any]:
-    """The arrays that a call was given, and those that its tape has kept."""
-    for x in itertools.chain(values, *(node.args for node in aside.nodes)):
+def _kept_arrays(values: list, side_tape: Tape) -> Iterator[Any]:
+    """The arguments of a call that are arrays, and the arrays that its tape keeps."""
+    for x in itertools.chain(values, *(node.args for node in side_tape.nodes)):
         x = slot_of(value_of(x))
         if isinstance(x, np.ndarray | np.generic):
             yield x
@@ -336,27 +338,27 @@ def _tapes(leaves: list) -> Iterator[Tape]:
             x = x.value
 
 
-def _closed(tape: Tape, aside: Tape, outs: list) -> list[Node]:
-    """The nodes of a tape that what went aside depends on, and results that are such nodes themselves."""
-    nodes = [p for node in aside.nodes for p in node.parents if p is not None]
+def _closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
+    """The nodes of a tape on which the side tape or the results depend."""
+    nodes = [p for node in side_tape.nodes for p in node.parents if p is not None]
     for o in outs:
         while type(o) is Array:
             if o.tape is tape:
                 nodes.append(o.node)
             o = o.value
-    here = set(map(id, aside.nodes))
-    return list({id(n): n for n in nodes if id(n) not in here}.values())
+    side_ids = set(map(id, side_tape.nodes))
+    return list({id(n): n for n in nodes if id(n) not in side_ids}.values())
 
 
 @contextmanager
 def _redirected(pairs: Iterable[tuple[Tape, Tape]]) -> Iterator[None]:
-    """Within the block, what is recorded on the first of each pair goes to the other."""
+    """Within the block, recording on the first tape of each pair goes to the second."""
     pairs = list(pairs)
-    before = [(tape.open, tape.twins) for tape, _ in pairs]
-    for tape, aside in pairs:
-        tape.open, tape.twins = aside.nodes, {}
+    before = [(tape.open, tape.varied_copies) for tape, _ in pairs]
+    for tape, side_tape in pairs:
+        tape.open, tape.varied_copies = side_tape.nodes, {}
     try:
         yield
     finally:
-        for (tape, _), (nodes, twins) in zip(pairs, before, strict=True):
-            tape.open, tape.twins = nodes, twins
+        for (tape, _), (nodes, varied_copies) in zip(pairs, before, strict=True):
+            tape.open, tape.varied_copies = nodes, varied_copies

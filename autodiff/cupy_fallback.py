@@ -1,9 +1,9 @@
-"""What CuPy refuses, computed another way.
+"""Fallbacks for calls that CuPy refuses.
 
-CuPy takes no arrays of NumPy as operands. A body that writes `x + np.zeros(3)` means an array on x's device, so a
-function that fails for that reason runs again with the constants on the device (`again`). A function that CuPy lacks,
-or lacks an option of, is replaced (`otherwise`), or composed of functions that CuPy has (`stepwise`). Only a call that
-has failed comes here, so arrays of NumPy pay nothing for it.
+CuPy takes no arrays of NumPy as operands. A body that writes `x + np.zeros(3)` means an array on x's device, so such a
+call runs again with its constants on the device (`retry`). A function or an option that CuPy lacks is replaced
+(`alternative`), or composed of functions that CuPy has (`stepwise`). Only failed calls come here, so arrays of NumPy
+pay nothing.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ import numpy as np
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.devices import arrays, device_modules, is_array, moved_to
 from spmd.autodiff.primitive import Method, composites, handlers
-from spmd.autodiff.staging.recorder import whole_line
+from spmd.autodiff.staging.recorder import opaque_line
 from spmd.errors import JitError, StateError, describe
 
-__all__ = ["ALONE", "again", "otherwise", "pulled_again", "run", "stepwise", "ways"]
+__all__ = ["DEVICE_STATE", "alternative", "alternatives", "retry", "retry_rule", "run", "stepwise"]
 
 _absent: Any = np._NoValue  # type: ignore[attr-defined]
 
 
-def otherwise(fun: Any) -> Callable[..., Any]:
-    """The other way of a function; itself where there is none."""
+def alternative(fun: Any) -> Callable[..., Any]:
+    """The replacement of a function that CuPy lacks in part; the function itself if there is none."""
     if isinstance(getattr(fun, "__self__", None), np.ufunc):
         fun = Method((fun.__self__, fun.__name__))
-    if type(fun) is Method and fun not in ways and fun[1] in _folds:
-        return partial(_folds[fun[1]], fun[0])
-    return ways.get(fun, fun)
+    if type(fun) is Method and fun not in alternatives and fun[1] in _UFUNC_METHODS:
+        return partial(_UFUNC_METHODS[fun[1]], fun[0])
+    return alternatives.get(fun, fun)
 
 
-# CuPy's sorts are stable, and know no other kind.
+# CuPy's sorts are stable and take no `kind`.
 
 
 def _sort(a, axis=-1, kind=None, order=None, *, stable=None):
@@ -53,7 +53,7 @@ def _clip(a, a_min=None, a_max=None, *, min=None, max=None):
     return np.clip(a, min if a_min is None else a_min, max if a_max is None else a_max)
 
 
-_NEUTRAL: dict[Any, Any] = {
+_IDENTITIES: dict[Any, Any] = {
     np.nanmax: None,
     np.nanmin: None,
     np.sum: 0,
@@ -64,7 +64,7 @@ _NEUTRAL: dict[Any, Any] = {
     np.max: None,
     np.min: None,
 }
-_JOIN: dict[Any, Any] = {
+_COMBINERS: dict[Any, Any] = {
     np.nanmax: np.fmax,
     np.nanmin: np.fmin,
     np.sum: np.add,
@@ -74,17 +74,17 @@ _JOIN: dict[Any, Any] = {
 }
 
 
-_NAMED = {np.logical_and: np.all, np.logical_or: np.any, np.maximum: np.max, np.minimum: np.min}
+_UFUNC_REDUCTIONS = {np.logical_and: np.all, np.logical_or: np.any, np.maximum: np.max, np.minimum: np.min}
 
 
 def _reduced(fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """A reduction with `where` and `initial`, which CuPy's do not have."""
-    given = inspect.signature(fun).bind(*args, **kwargs).arguments
-    options = {k: v for k, v in given.items() if v is not _absent}
+    """A reduction with `where` and `initial`, which CuPy lacks."""
+    bound = inspect.signature(fun).bind(*args, **kwargs).arguments
+    options = {k: v for k, v in bound.items() if v is not _absent}
     a, where, initial = options.pop("a"), options.pop("where", True), options.pop("initial", None)
     axis, keepdims = options.get("axis"), bool(options.get("keepdims"))
     if where is not True:
-        neutral = initial if _NEUTRAL[fun] is None else _NEUTRAL[fun]
+        neutral = initial if _IDENTITIES[fun] is None else _IDENTITIES[fun]
         if neutral is None:
             raise TypeError(f"{fun.__name__} with where= needs initial=")
         if fun is np.mean:
@@ -95,26 +95,26 @@ def _reduced(fun: Any, *args: Any, **kwargs: Any) -> Any:
     if initial is None:
         return fun(a, **options)
     axes = range(a.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    if _NEUTRAL[fun] is None and any(a.shape[d] == 0 for d in axes):  # of nothing there is none
+    if _IDENTITIES[fun] is None and any(a.shape[d] == 0 for d in axes):  # an empty reduction without an identity
         return np.full_like(a, initial, shape=_shape(a, axis, keepdims))
-    return _JOIN[fun](fun(a, **options), initial)
+    return _COMBINERS[fun](fun(a, **options), initial)
 
 
-def _scattered(fun: Any, a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where=True, **more):
-    """A variance or standard deviation with options that CuPy's do not have."""
-    free = more.pop("correction", ddof)
+def _variance(fun: Any, a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where=True, **more):
+    """A variance or standard deviation with options that CuPy lacks."""
+    correction = more.pop("correction", ddof)
     if where is True:
-        return fun(a, axis, dtype, None, free, keepdims, **more)
+        return fun(a, axis, dtype, None, correction, keepdims, **more)
     mask = np.broadcast_to(where, a.shape)
     count = np.sum(mask, axis, keepdims=True)
     deviation = np.where(mask, np.abs(a - np.sum(np.where(mask, a, 0), axis, dtype, keepdims=True) / count), 0)
-    total = np.sum(deviation**2, axis, keepdims=True) / np.maximum(count - free, 0)
+    total = np.sum(deviation**2, axis, keepdims=True) / np.maximum(count - correction, 0)
     total = np.reshape(total, _shape(mask, axis, keepdims)).astype(dtype or deviation.dtype)
     return np.sqrt(total) if fun is np.std else total
 
 
 def _shape(a, axis, keepdims: bool) -> tuple[int, ...]:
-    """The shape of a reduction."""
+    """The shape of the result of a reduction."""
     return np.empty(a.shape, bool).any(axis=axis, keepdims=keepdims).shape
 
 
@@ -140,7 +140,7 @@ def _matrix_rank(A, tol=None, hermitian=False, *, rtol=None):
     return np.sum(values > (tol[..., None] if np.ndim(tol) else tol), -1)
 
 
-def _made_like(fun: Any, *args, device=None, **kwargs):
+def _like_on_device(fun: Any, *args, device=None, **kwargs):
     if device is None:
         return fun(*args, **kwargs)
     if not hasattr(device, "__enter__"):
@@ -149,24 +149,24 @@ def _made_like(fun: Any, *args, device=None, **kwargs):
         return fun(*args, **kwargs)
 
 
-def _by_host(fun: Any, *args, **kwargs):
-    """A function that the host computes, which waits for the device."""
-    there = next(devices.arrays(args))
-    found = fun(*devices.on_host(args), **devices.on_host(kwargs))
-    return devices.beside(np.asarray(found), there)
+def _on_host(fun: Any, *args, **kwargs):
+    """Compute a function on the host; waits for the device."""
+    device_array = next(devices.arrays(args))
+    result = fun(*devices.on_host(args), **devices.on_host(kwargs))
+    return devices.beside(np.asarray(result), device_array)
 
 
 def _quantile(fun: Any, a, q, axis=None, out=None, overwrite_input=False, method="linear", keepdims=False, **more):
     if method in ("linear", "lower", "higher", "midpoint", "nearest") and more.get("weights") is None:
         return fun(a, q, axis, None, overwrite_input, method, keepdims)
-    return _by_host(fun, a, q, axis, method=method, keepdims=keepdims, **more)
+    return _on_host(fun, a, q, axis, method=method, keepdims=keepdims, **more)
 
 
-# Methods of ufuncs, of which CuPy has those of sums and products. One step after another: not all are associative.
+# Methods of ufuncs. CuPy has only those of sums and products. Entry by entry: not all ufuncs are associative.
 
 
-def _named(fun: Any, array, axis=0, dtype=None, out=None, keepdims=False, **more) -> Any:
-    """A reduction by a ufunc that has a function of its own."""
+def _ufunc_reduce(fun: Any, array, axis=0, dtype=None, out=None, keepdims=False, **more) -> Any:
+    """The `reduce` of a ufunc that NumPy also has as a function."""
     return _reduced(fun, array if dtype is None else array.astype(dtype), axis, keepdims=keepdims, **more)
 
 
@@ -185,46 +185,46 @@ def _folded(ufunc: Any, array, axis: Any = 0, dtype=None, out=None, keepdims=Fal
     if not entries or initial is not _absent:
         entries.insert(0, np.full_like(array, start, shape=moved.shape[len(axes) :]))
     total = functools.reduce(ufunc, entries)
-    return np.reshape(total, _shape(array, axis, keepdims)).astype(_comes(ufunc, array))
+    return np.reshape(total, _shape(array, axis, keepdims)).astype(_result_dtype(ufunc, array))
 
 
 def _accumulated(ufunc: Any, array, axis: int = 0, dtype=None, out=None) -> Any:
     array = array if dtype is None else array.astype(dtype)
     if not array.shape[axis]:
-        return array.astype(_comes(ufunc, array))
+        return array.astype(_result_dtype(ufunc, array))
     parts = itertools.accumulate(np.moveaxis(array, axis, 0), ufunc)
-    return np.stack([x.astype(_comes(ufunc, array)) for x in parts], axis)
+    return np.stack([x.astype(_result_dtype(ufunc, array)) for x in parts], axis)
 
 
 def _reduced_at(ufunc: Any, array, indices, axis: int = 0, dtype=None, out=None) -> Any:
     first = [int(i) for i in getattr(indices, "tolist", lambda: indices)()]
     column = np.moveaxis(array, axis, 0)
     if not first:
-        return np.moveaxis(column[:0], 0, axis).astype(_comes(ufunc, array) if dtype is None else dtype)
+        return np.moveaxis(column[:0], 0, axis).astype(_result_dtype(ufunc, array) if dtype is None else dtype)
     if ufunc is np.add:
         return ufunc.reduceat(array, indices, axis, dtype)
     parts = [column[i : max(i + 1, j)] for i, j in zip(first, [*first[1:], len(column)], strict=True)]
     return np.stack([_folded(ufunc, x, 0, dtype) for x in parts], axis)
 
 
-def _comes(ufunc: Any, array) -> Any:
+def _result_dtype(ufunc: Any, array) -> Any:
     """The dtype of the results of a ufunc."""
     return ufunc(array[:0], array[:0]).dtype if array.ndim else ufunc(array, array).dtype
 
 
-_folds = {"reduce": _folded, "accumulate": _accumulated, "reduceat": _reduced_at}
+_UFUNC_METHODS = {"reduce": _folded, "accumulate": _accumulated, "reduceat": _reduced_at}
 
-ways: dict[Any, Callable[..., Any]] = {
-    **{Method((ufunc, "reduce")): partial(_named, fun) for ufunc, fun in _NAMED.items()},
-    np.var: partial(_scattered, np.var),
-    np.std: partial(_scattered, np.std),
+alternatives: dict[Any, Callable[..., Any]] = {
+    **{Method((ufunc, "reduce")): partial(_ufunc_reduce, fun) for ufunc, fun in _UFUNC_REDUCTIONS.items()},
+    np.var: partial(_variance, np.var),
+    np.std: partial(_variance, np.std),
     np.linalg.cholesky: _cholesky,
     np.linalg.matrix_rank: _matrix_rank,
     np.linalg.vector_norm: _vector_norm,
     np.count_nonzero: lambda a, axis=None, *, keepdims=False: np.sum(a != 0, axis, keepdims=keepdims),
     np.spacing: lambda x: np.nextafter(x, np.copysign(np.inf, x).astype(x.dtype)) - x,
-    **{fun: partial(_made_like, fun) for fun in (np.empty_like, np.full_like, np.ones_like, np.zeros_like)},
-    np.histogram_bin_edges: partial(_by_host, np.histogram_bin_edges),
+    **{fun: partial(_like_on_device, fun) for fun in (np.empty_like, np.full_like, np.ones_like, np.zeros_like)},
+    np.histogram_bin_edges: partial(_on_host, np.histogram_bin_edges),
     np.quantile: partial(_quantile, np.quantile),
     np.percentile: partial(_quantile, np.percentile),
     np.sort: _sort,
@@ -232,68 +232,68 @@ ways: dict[Any, Callable[..., Any]] = {
     np.argpartition: lambda a, kth, axis=-1, kind="introselect", order=None: np.argpartition(a, kth, axis),
     np.argsort: _argsort,
     np.clip: _clip,
-    **{fun: partial(_reduced, fun) for fun in _NEUTRAL},
+    **{fun: partial(_reduced, fun) for fun in _IDENTITIES},
 }
-"""Functions with options that CuPy's have by another name, or not at all."""
+"""Replacements of functions whose options CuPy lacks, or has by another name."""
 
 
 def run(fun: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A function of NumPy on bare data, which may be of a device."""
+    """Call a function of NumPy on bare data, which may lie on a device."""
     try:
         return fun(*args, **kwargs)
     except Exception as error:
-        return again(fun, list(args), kwargs, error, getattr(fun, "__name__", "a function"))
+        return retry(fun, list(args), kwargs, error, getattr(fun, "__name__", "a function"))
 
 
 _REFUSALS = (TypeError, ValueError, AttributeError, IndexError, NotImplementedError)
-"""What CuPy raises where it does not take an argument; anything else has another reason."""
+"""The errors that CuPy raises for arguments that it does not take."""
 
 
-def again(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Exception, name: str) -> Any:
-    """What has failed with an error, computed with constants of the host on the device of the arrays beside them.
+def retry(fun: Callable, args: list[Any], kwargs: dict[str, Any], error: Exception, name: str) -> Any:
+    """Repeat a failed call with its constants on the device of the other arguments.
 
-    args becomes what it was computed from. Without arrays of a device the error is raised as it is.
+    It writes the moved arguments into args. Without arrays of a device it raises `error`.
     """
-    if type(error) is JitError and error.looked:
-        return whole_line(fun, args, kwargs, error)
+    if type(error) is JitError and error.reads_value:
+        return opaque_line(fun, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
-    there = next(arrays([args, kwargs]), None)
-    if there is None:
+    device_array = next(arrays([args, kwargs]), None)
+    if device_array is None:
         raise error
-    with there.device:
+    with device_array.device:
         args[:] = [moved_to(a, device_modules[-1]) for a in args]
         kwargs = {k: moved_to(v, device_modules[-1]) for k, v in kwargs.items()}
-        second: Exception = error
-        for way in _ways(fun):
+        last_error: Exception = error
+        for attempt in _attempts(fun):
             try:
-                return way(*args, **kwargs)
-            except (TypeError, AttributeError, NotImplementedError) as failed:
-                if type(failed).__module__.startswith("spmd"):
+                return attempt(*args, **kwargs)
+            except (TypeError, AttributeError, NotImplementedError) as attempt_error:
+                if type(attempt_error).__module__.startswith("spmd"):
                     raise
-                second = failed
+                last_error = attempt_error
         raise StateError.at(
             name,
-            got=f"{describe(there)} on a GPU, which CuPy's function does not take: {second}",
+            got=f"{describe(device_array)} on a GPU, which CuPy's function does not take: {last_error}",
             need="a function, and options, that CuPy has too",
             mend="compose it of others; or a host function on spmd.block(x).get(), which waits for the GPU",
         ) from error
 
 
-def _ways(fun: Any) -> Iterator[Callable[..., Any]]:
-    """How a function may be computed on a device: as it is, and composed of others."""
-    yield otherwise(fun)
+def _attempts(fun: Any) -> Iterator[Callable[..., Any]]:
+    """The ways to compute a function on a device: directly, and composed of others."""
+    yield alternative(fun)
     composed = handlers.get(fun) if fun in composites else fun
     if getattr(composed, "__module__", "").startswith("spmd.") and composed not in _composing.get():
         yield partial(stepwise, composed)
 
 
 _composing: ContextVar[tuple[Any, ...]] = ContextVar("composing", default=())
-"""The functions that are being done step by step: a composition that needs itself has an end."""
+"""The functions that `stepwise` runs now, to end recursion."""
 
 
-class _Alone:
-    """The state of arrays outside of any body while a function is done step by step: they are tracked, that is all."""
+class _DeviceState:
+    """The state that `stepwise` gives arrays outside of any body, so that NumPy's functions dispatch on them."""
 
     varying = frozenset[str]()
 
@@ -301,15 +301,15 @@ class _Alone:
         return "device"
 
 
-ALONE = _Alone()
+DEVICE_STATE = _DeviceState()
 
 
 def stepwise(fun: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of NumPy's functions on bare data of a device, each of which is done again where CuPy refuses it.
+    """Run a composition of NumPy's functions on bare data of a device; each that CuPy refuses is retried.
 
-    Arrays take part in NumPy's functions by way of the tracer; so they are traced, on no tape.
+    The arguments become Arrays without a tape, because NumPy's functions dispatch on those.
     """
-    state = tracer.mixing.ambient() or ALONE
+    state = tracer.mixing.ambient() or DEVICE_STATE
 
     def tracked(tree: Any) -> Any:
         if is_array(tree):
@@ -326,16 +326,16 @@ def stepwise(fun: Any, *args: Any, **kwargs: Any) -> Any:
         _composing.reset(token)
 
 
-def pulled_again(pull: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """What a derivative rule that has failed gives when it is done step by step; the error where it fails again."""
-    if type(error) is JitError and error.looked:
-        return whole_line(pull, args, kwargs, error)
+def retry_rule(pull: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+    """Repeat a failed derivative rule by `stepwise`; raises `error` if it fails again."""
+    if type(error) is JitError and error.reads_value:
+        return opaque_line(pull, args, kwargs, error)
     if not isinstance(error, _REFUSALS) or type(error).__module__.startswith("spmd"):
         raise error
-    there = next(arrays([args, kwargs]), None)
-    if there is None or pull in _composing.get():
+    device_array = next(arrays([args, kwargs]), None)
+    if device_array is None or pull in _composing.get():
         raise error
-    with there.device:
+    with device_array.device:
         try:
             return stepwise(pull, *args, **kwargs)
         except StateError:

@@ -11,11 +11,11 @@ import numpy as np
 __all__ = ["arrays", "at", "beside", "is_array", "on_host", "register", "to_host"]
 
 device_modules: list[Any] = []
-"""CuPy, once one of its arrays may come."""
+"""CuPy, once its arrays may be used."""
 
 
 def register(module: Any) -> None:
-    """Arrays of this module may come from now on."""
+    """Accept arrays of this module from now on."""
     if module not in device_modules:
         device_modules.append(module)
 

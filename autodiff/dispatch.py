@@ -32,9 +32,9 @@ from spmd.autodiff.primitive import (
     lazy_rules,
     method_rules,
     name_of,
+    numpy_valued,
     primitives,
     refusals,
-    valued,
 )
 from spmd.autodiff.tracer import ARRAY_TYPES, OPERANDS, SEQUENCES, Array, value_of
 from spmd.errors import (
@@ -76,16 +76,16 @@ def dispatch(fun, args, kwargs):
     if fun in in_place:
         raise _no_rule(fun)
     if handler is None or fun in composites:
-        bared = split_arrays(args, kwargs)
-        for a in bared[2]:
+        split = split_arrays(args, kwargs)
+        for a in split[2]:
             if a.tape is not None:
                 break
         else:
-            return compute_bare(fun, *bared)
+            return compute_bare(fun, *split)
         if handler is None:
             raise _no_rule(fun)
-        if fun in valued:
-            return _valued(fun, handler, args, kwargs, bared)
+        if fun in numpy_valued:
+            return _valued(fun, handler, args, kwargs, split)
     return handler(*args, **kwargs)
 
 
@@ -94,41 +94,39 @@ def by_numpy(fun, composition, *args, **kwargs):
     return _valued(fun, composition, args, kwargs, split_arrays(args, kwargs))
 
 
-def _valued(fun, composition, args, kwargs, bared):
-    if next(devices.arrays(bared[:2]), None) is not None:  # a device has functions of its own
+def _valued(fun, composition, args, kwargs, split):
+    if next(devices.arrays(split[:2]), None) is not None:  # a device has functions of its own
         return composition(*args, **kwargs)
     with np.errstate(all="ignore"):
         result = composition(*args, **kwargs)
-    return _with_values(result, compute_bare(fun, *bared))
+    return _with_values(result, compute_bare(fun, *split))
 
 
 def _with_values(result, exact):
-    """Results with other values, on the tapes where they are."""
+    """Results with the values of `exact`, on the same tapes."""
     if type(result) is Array:
         value = value_of(exact)
-        return _holding(result, value) if getattr(value, "shape", ()) == result.shape else result
+        return _with_value(result, value) if getattr(value, "shape", ()) == result.shape else result
     if isinstance(result, tuple | list) and isinstance(exact, tuple | list):
         parts = [_with_values(r, e) for r, e in zip(result, exact, strict=True)]
         return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
     return result
 
 
-def _holding(x: Array, value) -> Array:
+def _with_value(x: Array, value) -> Array:
     """An Array with another value under all its levels."""
-    return Array(_holding(x.value, value) if type(x.value) is Array else value, x.state, x.tape, x.node)
+    return Array(_with_value(x.value, value) if type(x.value) is Array else value, x.state, x.tape, x.node)
 
 
 @functools.cache
 def place_of_out(fun) -> int:
-    """Where a function takes an array to write into, among its arguments by position."""
-    parameters = signature_of(fun) or signature_of(
-        handlers.get(fun, fun)
-    )  # of its own functions older NumPy tells none
+    """The position of `out` among the arguments of a function."""
+    parameters = signature_of(fun) or signature_of(handlers.get(fun, fun))  # older NumPy has no signatures of its own
     return next((i for i, p in enumerate(parameters) if p.name == "out" and p.kind != p.KEYWORD_ONLY), 1000)
 
 
 def load_families() -> None:
-    """Load the rules that are left, those of other libraries where these are imported."""
+    """Load the remaining rules, those of other libraries only if these are imported."""
     for name, library in tuple(lazy_rules.items()):
         if library is None or library in sys.modules:
             importlib.import_module(name)  # a thread that comes meanwhile waits for the module too
@@ -139,17 +137,17 @@ def _no_rule(fun) -> Exception:
     names = {f.__name__: name_of(f) for f in tuple(handlers)}
     instead = refusals.get(fun)
     if fun in in_place:
-        from spmd.autodiff.conversion_errors import asked
+        from spmd.autodiff.conversion_errors import find_converter
 
-        # A function of NumPy that writes into what it makes has a twin.
-        instead = (asked(sys._getframe(3)) or ("", ""))[1] or instead
-    known = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
+        # A function of NumPy that writes into what it makes has an override.
+        instead = (find_converter(sys._getframe(3)) or ("", ""))[1] or instead
+    nearest_names = [] if instead else [names[k] for k in nearest(fun.__name__, names)]
     return DifferentiationError.at(
         name_of(fun),
         got="an Array, which is immutable"
         if fun in in_place
         else "a traced array, and no derivative rule for this function",
-        need=f"a function with a rule{'; the nearest are ' if known else ''}{', '.join(known)}",
+        need=f"a function with a rule{'; the nearest are ' if nearest_names else ''}{', '.join(nearest_names)}",
         mend=instead
         or "compose it of functions with rules, declare it with spmd.custom_vjp, "
         "or cut its argument off with spmd.stop_gradient",
@@ -157,7 +155,7 @@ def _no_rule(fun) -> Exception:
 
 
 creators: dict[Any, Callable[..., Any]] = {}
-"""Functions that reach an Array by `like=` only: what makes the array, of the function, its arguments and the Array."""
+"""Functions that dispatch on an Array by `like=` only: creator(function, args, kwargs, array) makes the result."""
 
 
 # How NumPy reaches an Array
@@ -187,12 +185,12 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
                 mend="np.where(mask, f(x), other)",
             )
         return dispatch(ufunc, inputs, kwargs)
-    known = Method((ufunc, method))
-    if known not in handlers and known not in constants and known not in refusals:
+    key = Method((ufunc, method))
+    if key not in handlers and key not in constants and key not in refusals:
         load_families()
         for declare in method_rules:
             declare(ufunc)
-    return dispatch(known, inputs, kwargs)
+    return dispatch(key, inputs, kwargs)
 
 
 def _array_function(self, fun, types, args, kwargs):

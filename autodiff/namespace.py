@@ -1,8 +1,8 @@
 """NumPy's functions as one namespace for bare, stated and traced arrays: `spmd.numpy`, and `x.__array_namespace__()`.
 
-NumPy's protocols hand most functions to an Array by themselves: those are NumPy's own here. The others, which make an
-array of what they are given or ask some of their arguments only, have twins: where an Array stands in the arguments a
-twin records what it does; else it is NumPy's function, with NumPy's result.
+Most functions dispatch on an Array by NumPy's protocols: those are NumPy's own here. Creation functions, and functions
+that dispatch on some of their arguments only, have overrides. An override records if an Array is among its arguments;
+otherwise it calls NumPy's function.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import numpy as np
 from spmd.autodiff import devices, tracer
 from spmd.autodiff.apply import wrap
 from spmd.autodiff.creation import (
-    alike_on_workers,
-    as_array,
-    as_lying,
     asarray,
+    bare_slice,
     create,
     fromiter,
-    plain_slice,
-    steps,
-    twin,
+    grid_entries,
+    override,
+    override_contiguous,
+    override_converter,
+    require_invariant_ends,
 )
 from spmd.autodiff.dispatch import creators, dispatch
-from spmd.autodiff.primitive import handlers, twins
+from spmd.autodiff.primitive import handlers, overrides
 from spmd.autodiff.staging.recorder import bared
 from spmd.autodiff.tracer import Array, bare, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError
 
 __all__ = ["Namespace", "namespace", "of"]
-as_array(np.asanyarray)
+override_converter(np.asanyarray)
 
 
-as_lying(np.ascontiguousarray)
-as_lying(np.asfortranarray)
+override_contiguous(np.ascontiguousarray)
+override_contiguous(np.asfortranarray)
 
 
-twins["fromiter"] = fromiter
+overrides["fromiter"] = fromiter
 
 
 class _Grid:
@@ -58,20 +58,22 @@ class _Grid:
         arrays = find(key, [])
         if not arrays:
             return getattr(np, self.name)[key]
-        alike_on_workers(f"np.{self.name}", *arrays)
+        require_invariant_ends(f"np.{self.name}", *arrays)
         slices = key if isinstance(key, tuple) else (key,)
-        plain = np.ogrid[tuple(map(plain_slice, slices))]
-        parts = [np.reshape(steps(s, p.size), p.shape).astype(p.dtype) for s, p in zip(slices, plain, strict=True)]
+        plain = np.ogrid[tuple(map(bare_slice, slices))]
+        parts = [
+            np.reshape(grid_entries(s, p.size), p.shape).astype(p.dtype) for s, p in zip(slices, plain, strict=True)
+        ]
         if not isinstance(key, tuple):
             return parts[0]
         return tuple(parts) if self.name == "ogrid" else np.stack(np.broadcast_arrays(*parts))
 
 
-twins.update({name: _Grid(name) for name in ("mgrid", "ogrid")})
+overrides.update({name: _Grid(name) for name in ("mgrid", "ogrid")})
 
 
-def _dummy(x):
-    """An array of the host of the shape and dtype of one of a device, which stays there; anything else as it is."""
+def _host_placeholder(x):
+    """For an array of a device, zeros on the host of its shape and dtype; anything else unchanged."""
     return np.zeros(x.shape, x.dtype) if devices.is_array(x) else x
 
 
@@ -94,23 +96,25 @@ class _Joiner:
                 need="arrays",
                 mend=f"np.{self.name} without it, and np.atleast_2d",
             )
-        # What NumPy makes of the positions of all entries tells where each of them goes.
+        # NumPy joins the positions of all entries; the result says where each entry goes.
         entries: list = []
-        places = tuple(self._place(item, entries) for item in items)
-        dtype = numpys[tuple(plain_slice(s) if isinstance(s, slice) else _dummy(bared(bare(s))) for s in items)].dtype
-        return np.concatenate(entries).astype(dtype)[numpys[places]]
+        positions = tuple(self._positions(item, entries) for item in items)
+        dtype = numpys[
+            tuple(bare_slice(s) if isinstance(s, slice) else _host_placeholder(bared(bare(s))) for s in items)
+        ].dtype
+        return np.concatenate(entries).astype(dtype)[numpys[positions]]
 
-    def _place(self, item, entries: list):
-        """An item in which positions stand for the entries, which are added to `entries`."""
+    def _positions(self, item, entries: list):
+        """The item with positions in place of its entries, which are appended to `entries`."""
         if isinstance(item, str):
             return item
         at = sum(e.size for e in entries)
         if isinstance(item, slice):
-            alike_on_workers(f"np.{self.name}", *find(item, []))
-            n = np.r_[plain_slice(item)].size
+            require_invariant_ends(f"np.{self.name}", *find(item, []))
+            n = np.r_[bare_slice(item)].size
             start = 0 if item.start is None else item.start
             linear = isinstance(item.step, complex)
-            entries.append(np.linspace(start, item.stop, n) if linear else asarray(steps(item, n)))
+            entries.append(np.linspace(start, item.stop, n) if linear else asarray(grid_entries(item, n)))
             return slice(at, at + n)
         x = asarray(item)
         entries.append(np.ravel(x))
@@ -118,34 +122,34 @@ class _Joiner:
         return at if is_scalar else np.reshape(np.arange(at, at + x.size), x.shape)
 
 
-twins.update({name: _Joiner(name) for name in ("r_", "c_")})
+overrides.update({name: _Joiner(name) for name in ("r_", "c_")})
 
 
-# Functions with arguments that NumPy does not ask
+# Functions with arguments on which NumPy does not dispatch
 
 
 def _lifted(x):
-    """x as an Array, which NumPy asks."""
+    """x as an Array, on which NumPy dispatches."""
     return x if type(x) is Array else Array(asarray(x), tracer.mixing.ambient())
 
 
-def _reached(fun) -> None:
-    """NumPy asks the first argument of these only: it becomes an Array where a later one is."""
+def _lift_first(fun) -> None:
+    """NumPy dispatches on the first argument of this function only: make it an Array if a later one is."""
 
-    @twin(fun)
+    @override(fun)
     def run(first, *rest, **kwargs):
         return dispatch(fun, (_lifted(first), *rest), kwargs)
 
 
 for _name in "full_like interp nanmean nanstd nanvar pad take trapezoid unwrap".split():
-    _reached(getattr(np, _name))
+    _lift_first(getattr(np, _name))
 
 
 def _from_initial(name: str, join: Callable, neutral: float | None = None) -> None:
     """A reduction that may start from an Array."""
     fun = getattr(np, name)
 
-    @twin(fun)
+    @override(fun)
     def run(a, *rest, initial: Any = np._NoValue, **kwargs):  # type: ignore[attr-defined]
         if not find(initial, []):
             kwargs = kwargs if initial is np._NoValue else {**kwargs, "initial": initial}  # type: ignore[attr-defined]
@@ -172,10 +176,10 @@ for _name in ("max", "nanmax"):
     _from_initial(_name, np.maximum, -np.inf)
 for _name in ("min", "nanmin"):
     _from_initial(_name, np.minimum, np.inf)
-twins.update(amax=twins["max"], amin=twins["min"])
+overrides.update(amax=overrides["max"], amin=overrides["min"])
 
 
-@twin(np.nan_to_num)
+@override(np.nan_to_num)
 def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
     x = _lifted(x)
     if not find((nan, posinf, neginf), []):
@@ -191,31 +195,31 @@ def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
     return y.astype(x.dtype)
 
 
-@twin(np.select)
+@override(np.select)
 def select(condlist, choicelist, default=0):
     return dispatch(np.select, (condlist, choicelist, default), {})
 
 
-@twin(np.kaiser)
+@override(np.kaiser)
 def kaiser(M, beta):
     n, middle = np.arange(0, M), (M - 1) / 2
     return np.ones(M) if M == 1 else np.i0(beta * np.sqrt(1 - ((n - middle) / middle) ** 2.0)) / np.i0(beta)
 
 
 for _fun in (np.format_float_positional, np.format_float_scientific):
-    twin(_fun)(lambda x, *args, _fun=_fun, **kwargs: _fun(bare(x), *args, **kwargs))
+    override(_fun)(lambda x, *args, _fun=_fun, **kwargs: _fun(bare(x), *args, **kwargs))
 
 
-@twin(np.ndenumerate)
+@override(np.ndenumerate)
 def ndenumerate(arr):
     return ((i, arr[i]) for i in np.ndindex(arr.shape))
 
 
-# Functions that call a function, which may give Arrays though it is given none
+# Functions that call a function, which may return Arrays even for bare arguments
 
 
 def _unless_traced(numpys: Callable, composed: Callable) -> Any:
-    """What NumPy computes; what `composed` does if NumPy met an Array, which tells it so."""
+    """The result of NumPy; that of `composed` if NumPy raises because it met an Array."""
     try:
         return numpys()
     except Exception as error:
@@ -237,7 +241,7 @@ def _calls(fun) -> None:
             return composed()
         return _unless_traced(lambda: fun(*args, **kwargs), composed)
 
-    twins[fun.__name__] = call
+    overrides[fun.__name__] = call
 
 
 for _fun in (np.apply_along_axis, np.apply_over_axes, np.piecewise):
@@ -296,23 +300,23 @@ def _dtype_of(x) -> np.dtype:
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
-twins["vectorize"] = vectorize
+overrides["vectorize"] = vectorize
 
 
-# What the standard of array namespaces asks for, and NumPy's functions do not take
+# Options of the array API standard that NumPy's functions lack
 
 
-def _more(fun):
-    """Declare a function that takes what NumPy's takes, and more."""
+def _extend(fun):
+    """Declare a function with more options than NumPy's."""
 
     def declare(f):
-        twins[fun.__name__] = functools.wraps(fun, updated=())(f)
+        overrides[fun.__name__] = functools.wraps(fun, updated=())(f)
         return f
 
     return declare
 
 
-@_more(np.sort)
+@_extend(np.sort)
 def sort(a, axis=-1, kind=None, order=None, *, stable=None, descending=False):
     if not descending:
         return np.sort(a, axis, kind, order, stable=stable)
@@ -320,33 +324,33 @@ def sort(a, axis=-1, kind=None, order=None, *, stable=None, descending=False):
     return np.flip(np.sort(np.flip(a, axis), axis, kind, order, stable=stable), axis)
 
 
-@_more(np.argsort)
+@_extend(np.argsort)
 def argsort(a, axis=-1, kind=None, order=None, *, stable=None, descending=False):
     if not descending:
         return np.argsort(a, axis, kind, order, stable=stable)
     a, axis = (np.ravel(a), 0) if axis is None else (a, axis)
-    # Flipped before and after, so that of equals the first stays the first.
+    # Flipped before and after, so that equal entries keep their order.
     return np.shape(a)[axis] - 1 - np.flip(np.argsort(np.flip(a, axis), axis, kind, order, stable=stable), axis)
 
 
-@_more(np.diff)
+@_extend(np.diff)
 def diff(a, n=1, axis=-1, prepend=None, append=None):
     ends = {"prepend": prepend, "append": append}
     return np.diff(a, n, axis, **{name: end for name, end in ends.items() if end is not None})
 
 
-@_more(np.finfo)
+@_extend(np.finfo)
 def finfo(dtype):
     return np.finfo(_dtype_in(dtype))
 
 
-@_more(np.iinfo)
+@_extend(np.iinfo)
 def iinfo(dtype):
     return np.iinfo(_dtype_in(dtype))
 
 
 def _dtype_in(x):
-    """The dtype of an array; other things as they are."""
+    """The dtype of an array; anything else unchanged."""
     return x.dtype if hasattr(x, "dtype") and not isinstance(x, type) else x
 
 
@@ -369,9 +373,9 @@ _CREATORS = (
 
 
 class Namespace(types.ModuleType):
-    """The names of NumPy, for Arrays whose values are of `module`: numpy, or cupy, whose arrays it then makes.
+    """The names of NumPy, for Arrays whose values are arrays of `module`: numpy or cupy.
 
-    stated: made arrays are Arrays too, with the state of bare data, so that all arrays of a body are of one kind.
+    stated: creation functions return Arrays with the state of bare data, so that a body has arrays of one type.
     """
 
     def __init__(self, module=np, stated: bool = False):
@@ -387,47 +391,49 @@ class Namespace(types.ModuleType):
             return _SPECIAL
         if name.startswith("_") and name not in ("__array_namespace_info__", "__array_api_version__", "__version__"):
             raise AttributeError(f"spmd.numpy has no attribute {name!r}")
-        found = twins.get(name)
-        if found is None:
-            found = getattr(np, name)
+        fun = overrides.get(name)
+        if fun is None:
+            fun = getattr(np, name)
         if name in _CREATORS and (self._stated or self._module is not np):
-            found = self._creator(name, found)
-        setattr(self, name, found)
-        return found
+            fun = self._creator(name, fun)
+        setattr(self, name, fun)
+        return fun
 
     def __dir__(self):
         return sorted({*dir(np), *np.__all__})
 
     def _of_fft(self):
-        """numpy.fft, and frequencies of this namespace's kind of arrays."""
+        """numpy.fft, with fftfreq and rfftfreq for arrays of this namespace's module."""
         part = types.ModuleType("spmd.numpy.fft", np.fft.__doc__)
         vars(part).update({name: getattr(np.fft, name) for name in np.fft.__all__})
-        for found in (fftfreq, rfftfreq):
-            made = found if self._module is np else _frequencies(_anywhere(getattr(self._module.fft, found.__name__)))
+        for fun in (fftfreq, rfftfreq):
+            create_array = (
+                fun if self._module is np else _frequencies(_anywhere(getattr(self._module.fft, fun.__name__)))
+            )
             plain = self._module is np and not self._stated
-            setattr(part, found.__name__, found if plain else self._creator(found.__name__, found, made))
+            setattr(part, fun.__name__, fun if plain else self._creator(fun.__name__, fun, create_array))
         return part
 
-    def _creator(self, name: str, found: Callable, other: Callable | None = None) -> Callable:
-        """A function that makes arrays, of this namespace's kind where no Array says whose it is to be."""
-        made: Callable = other or getattr(self._module, name, found)
+    def _creator(self, name: str, fun: Callable, other: Callable | None = None) -> Callable:
+        """A creation function, for arrays of this namespace's module unless an Array is among the arguments."""
+        create_array: Callable = other or getattr(self._module, name, fun)
 
-        @functools.wraps(found)
+        @functools.wraps(fun)
         def create(*args, device=None, **kwargs):
             if find((args, kwargs), []):
-                return found(*args, **kwargs)
+                return fun(*args, **kwargs)
             if self._module is not np:
                 with device or contextlib.nullcontext():
-                    ans = made(*args, **kwargs)
+                    ans = create_array(*args, **kwargs)
             else:
-                ans = made(*args, **kwargs) if device is None else made(*args, device=device, **kwargs)
+                ans = create_array(*args, **kwargs) if device is None else create_array(*args, device=device, **kwargs)
             return wrap(ans, tracer.mixing.ambient()) if self._stated else ans
 
         return create
 
 
 class _Special:
-    """Where scipy.special looks for functions, with SCIPY_ARRAY_API=1: its ufuncs, which NumPy's protocols reach."""
+    """The namespace in which scipy.special looks for functions, with SCIPY_ARRAY_API=1: its own ufuncs."""
 
     def __getattr__(self, name: str):
         fun = getattr(sys.modules["scipy.special"], name)
@@ -438,12 +444,12 @@ _SPECIAL = _Special()
 
 
 def _anywhere(fun: Callable) -> Callable:
-    """A function that is told no device."""
+    """A function that ignores `device`."""
     return lambda *args, device: fun(*args)
 
 
 namespace = Namespace()
-_others: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
+_namespaces: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
 
 
 def of(x: Any, api_version: Any = None) -> Namespace:
@@ -452,9 +458,9 @@ def of(x: Any, api_version: Any = None) -> Namespace:
         np.empty(0).__array_namespace__(api_version=api_version)
     name = type(value_of(x)).__module__.partition(".")[0]
     key = (name if name == "cupy" else "numpy", x.state is not None)
-    if key not in _others:
-        _others[key] = Namespace(sys.modules[key[0]], key[1])
-    return _others[key]
+    if key not in _namespaces:
+        _namespaces[key] = Namespace(sys.modules[key[0]], key[1])
+    return _namespaces[key]
 
 
 def _array_namespace(self, *, api_version=None):

@@ -39,13 +39,13 @@ __all__ = [
     "lazy_rules",
     "method_rules",
     "name_of",
+    "numpy_valued",
+    "overrides",
     "passive",
     "passives",
     "primitives",
     "refusals",
     "refused",
-    "twins",
-    "valued",
 ]
 
 Rule = Callable[..., Any]
@@ -58,33 +58,32 @@ primitives: dict[Any, Primitive] = {}
 """The functions among the handlers that have rules of their own."""
 
 constants: set[Any] = set()
-"""Functions whose derivative is zero everywhere it exists: they are computed and not recorded."""
+"""Functions whose derivative is zero wherever it exists; they are not recorded."""
 
 composites: set[Any] = set()
-"""Functions that are compositions of others: where nothing is differentiated, NumPy computes them itself."""
+"""Functions that are compositions of others; without differentiation NumPy's own function runs."""
 
-valued: set[Any] = set()
-"""Compositions that compute otherwise than NumPy does: they give derivatives, and NumPy's own functions the values."""
+numpy_valued: set[Any] = set()
+"""Compositions that compute in another way than NumPy: they give derivatives, and NumPy's own functions the values."""
 
 refusals: dict[Any, str] = {}
-"""Functions that a traced array is refused to, and what to write instead. Undifferentiated arrays they take."""
+"""Functions that refuse traced arrays, and what to write instead. They take undifferentiated arrays."""
 
 in_place: set[Any] = set()
-"""Those among the refused functions that write into an argument: they are refused for every Array."""
+"""The refused functions that write into an argument: they refuse every Array."""
 
 passives: set[Any] = set()
-"""Functions that take no entries of arrays: they make arrays of numbers, read files, tell about dtypes."""
+"""Functions that take no entries of arrays: they make arrays of numbers, read files, describe dtypes."""
 
-
-twins: dict[str, Any] = {}
-"""What takes the place of NumPy's functions and objects, by name."""
+overrides: dict[str, Any] = {}
+"""Replacements of NumPy's functions and objects in `spmd.numpy`, by name."""
 
 lazy_rules: dict[str, str | None] = {}
-"""Modules with rules that most programs do not need, loaded when a function first meets an Array that has no rule so
-far; and the library of whose functions they are, which must be loaded already."""
+"""Modules of rules that are loaded when a function without a rule first gets an Array; and the library whose functions
+they are for, which must be imported already."""
 
 method_rules: list[Callable[[Any], None]] = []
-"""What declares the methods of a ufunc, as `np.add.outer`, when one of them first meets an Array."""
+"""Functions that declare the methods of a ufunc, such as `np.add.outer`, when one of them first gets an Array."""
 
 
 class Method(tuple):
@@ -182,7 +181,7 @@ class Primitive:
 
 
 class Plan:
-    """What the rules of some arguments ask for, as their parameter names say.
+    """What the rules of some arguments need, by their parameter names.
 
     pulls: the rules of the differentiated arguments, in order.
     keep_ans: whether the result is kept.
@@ -193,8 +192,8 @@ class Plan:
     __slots__ = ("keep_ans", "keeps", "options", "prim", "pulls")
 
     def __init__(self, prim: Primitive, active: list[int], count: int):
-        asked: set[int] = set()
-        read: set[int] = set()
+        by_value: set[int] = set()
+        by_shape: set[int] = set()
         self.keep_ans = False
         for k in active:
             if prim.variadic is None and (k >= len(prim.rules) or prim.rules[k] is None):
@@ -209,21 +208,21 @@ class Plan:
                 raise _not_supported(prim, f"number {len(names) + 1}", names[len(prim.rules) :])
             self.keep_ans |= ans.name[0] != "_"
             own = k if prim.linear else None
-            asked |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
-            read |= {i for i, name in enumerate(names + more) if _reads(prim.variadic or prim.pull(k), name)}
+            by_value |= {i for i, name in enumerate(names + more) if name[0] != "_" and i != own}
+            by_shape |= {i for i, name in enumerate(names + more) if _reads(prim.variadic or prim.pull(k), name)}
             names += [p.name for p in rest if p.kind == p.KEYWORD_ONLY]
             self.options = None if any(p.kind == p.VAR_KEYWORD for p in rest) else names[len(prim.rules) :]
         self.prim = prim
         self.pulls = tuple(prim.pull(k) for k in active)
-        self.keeps = tuple(VALUE if i in asked else LIKE if i in read else NOTHING for i in range(count))
+        self.keeps = tuple(VALUE if i in by_value else LIKE if i in by_shape else NOTHING for i in range(count))
 
     def chosen(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the rules ask for; one that they do not know, and that matters, is refused."""
+        """The keyword arguments that the rules take; raises for another one that changes the derivative."""
         options = self.options
         if options is None:
             return kwargs
         for name in kwargs:
-            if name not in options and name not in _NEUTRAL:
+            if name not in options and name not in _IGNORED_OPTIONS:
                 raise _not_supported(self.prim, name, options)
         return {name: value for name, value in kwargs.items() if name in options}
 
@@ -232,7 +231,7 @@ VALUE, LIKE, NOTHING = "value", "like", None
 
 
 def _reads(rule: Any, parameter: str) -> bool:
-    """Whether a rule looks at this parameter at all."""
+    """Whether a rule reads this parameter."""
     code = getattr(rule, "__code__", None)
     if code is None or parameter in code.co_cellvars:
         return True
@@ -242,8 +241,8 @@ def _reads(rule: Any, parameter: str) -> bool:
     )
 
 
-_NEUTRAL = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
-"""Options that change how a function computes, but no derivative except by a cast, which the sweep undoes."""
+_IGNORED_OPTIONS = frozenset(("casting", "copy", "dtype", "kind", "optimize", "order", "stable", "subok"))
+"""Options that do not change the derivative, except by a cast, which the sweep undoes."""
 
 
 def _not_differentiable(prim: Primitive, i: int) -> Exception:
@@ -266,8 +265,8 @@ def _malformed(prim: Primitive, k: int, parameters: list[inspect.Parameter]) -> 
     )
 
 
-def _not_supported(prim: Primitive, argument: str, known: Iterable[str]) -> Exception:
-    options = ", ".join(known)
+def _not_supported(prim: Primitive, argument: str, supported: Iterable[str]) -> Exception:
+    options = ", ".join(supported)
     return DifferentiationError.at(
         prim.name,
         argument=argument,
@@ -294,7 +293,7 @@ def name_of(fun) -> str:
 
 
 def constant(*funs: Any) -> None:
-    """Declare functions constant: their results keep the state of what they came from, and no gradient."""
+    """Declare functions constant: their results have the state of their arguments, and no gradient."""
     constants.update(funs)
 
 
@@ -313,13 +312,13 @@ def passive(*funs: Any) -> None:
 def composite(*funs: Any, by_numpy: bool = False):
     """Declare a function by a composition of others, with the signature of NumPy's: `@composite(np.vstack)`.
 
-    by_numpy: the composition computes otherwise than NumPy does, so that NumPy's own function gives the values.
+    by_numpy: the composition computes in another way than NumPy, so NumPy's own function gives the values.
     """
 
     def declare(f):
         composites.update(funs)
         if by_numpy:
-            valued.update(funs)
+            numpy_valued.update(funs)
         handlers.update(dict.fromkeys(funs, f))
         return f
 

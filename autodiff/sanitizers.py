@@ -1,4 +1,4 @@
-"""What a tape watches where it is asked to: arrays that change after they were kept, and numbers that are none."""
+"""Checks of `spmd.debug`: arrays that change after the tape has kept them, and results that are NaN or infinite."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from spmd.errors import MutationError, NonFiniteError, caller, describe, source_
 __all__ = ["FINITE", "WATCHING", "Watched", "check_finite"]
 
 WATCHING: ContextVar[bool] = ContextVar("spmd_watching", default=False)
-"""Whether tapes that open here are watched for arrays that change."""
+"""Whether new tapes check for arrays that change."""
 FINITE: ContextVar[str] = ContextVar("spmd_finite", default="")
-"""What numbers end a computation here: "nan", "nan or inf", or none."""
+"""Which numbers raise: "nan", "nan or inf", or none."""
 
 
 class Watched(list):

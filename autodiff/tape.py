@@ -1,7 +1,7 @@
-"""The tape: what was computed, in order, and the sweep that goes back over it.
+"""The tape: the operations of one differentiation, in order.
 
-A `Tape` is a list of `Node`s. Each node keeps what its derivative rules ask for, and nothing else. The backward
-sweep is one loop from the last node to the first; it calls the rules and adds the cotangents that meet in a node.
+A `Tape` is a list of `Node`s. Each node keeps only what its derivative rules need. The backward sweep (`backward.py`)
+visits the nodes from the last to the first, calls their rules and sums the cotangents of each node.
 
 A cotangent is a linear functional under the plain pairing sum(g * x), without a conjugate: rules are transposes.
 """
@@ -58,24 +58,24 @@ def underscored(what: str) -> str:
     return message(
         "a derivative rule",
         got=f"{what} of a parameter whose name begins with an underscore",
-        need="what was kept: of such a parameter .shape, .dtype, .ndim and .size",
+        need="the attributes that the tape keeps of such a parameter: .shape, .dtype, .ndim and .size",
         mend="name the parameter without the underscore",
     )
 
 
 Place = tuple[int, Leaf | None]
-"""Which of the arguments that are differentiated, and which leaf of it."""
+"""The index of a differentiated argument, and a leaf of its tree."""
 
 
 class Node(Like):
-    """One recorded result: the primitive that made it, the rules and the nodes of its differentiated arguments, and
-    what the rules ask for: `args` holds the result and the arguments, None for those that no rule looks at.
+    """One recorded result.
 
-    `shape` and `dtype` are those of the result; a `dtype` of None marks a weakly typed Python number.
-    A node without a primitive is a leaf: an argument that is differentiated, or a part of one. `place` says which: the
-    number of the argument and the leaf of its tree, where these are known.
-    A node of a function with several results has their shapes and dtypes in `results`; a node per result selects from
-    it.
+    prim: the primitive that computed it; None marks a leaf, which is a differentiated argument or a part of one.
+    pulls, parents: the rules and the nodes of the differentiated arguments.
+    args: the result and the arguments; None for those that no rule reads.
+    shape, dtype: of the result; a dtype of None marks a weakly typed Python number.
+    place: of a leaf, its argument and its position in the tree, where known.
+    results: the shapes and dtypes of several results; one more node per result selects it.
     """
 
     __slots__ = ("args", "kwargs", "parents", "place", "prim", "pulls", "results")
@@ -93,13 +93,14 @@ class Node(Like):
 class Tape:
     """The nodes of one differentiation, in the order they were computed.
 
-    A higher `level` means a later, inner differentiation. `twins` caches what operands were brought to other
-    states, so that their cotangents meet before they are sent anywhere. `joined` has, by id, the nodes of scalars that
-    were brought to another state because they met others in it. `once` tells that it will be swept one time.
-    `open` is what recording appends to: the nodes, or something that refuses.
+    level: higher for a later, inner differentiation.
+    once: the tape is swept only once.
+    open: what recording appends to: `nodes`, or an object that raises.
+    varied_copies: operands converted to other states, cached so that their cotangents are summed before they are sent.
+    varied_scalars: by id, the nodes of scalars that were converted because another operand had another state.
     """
 
-    __slots__ = ("joined", "level", "lock", "nodes", "once", "open", "twins")
+    __slots__ = ("level", "lock", "nodes", "once", "open", "varied_copies", "varied_scalars")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
@@ -107,8 +108,8 @@ class Tape:
         self.nodes: list[Node] = Watched() if WATCHING.get() or FINITE.get() else []
         self.open: Any = self.nodes
         self.lock = RLock()
-        self.twins: dict[Any, Any] = {}
-        self.joined: dict[int, Node] = {}
+        self.varied_copies: dict[Any, Any] = {}
+        self.varied_scalars: dict[int, Node] = {}
 
     def leaf(self, shape, dtype, place: Place | None = None) -> Node:
         node = Node(None, (), (), (), {}, shape, dtype)
@@ -117,12 +118,12 @@ class Tape:
         return node
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
-        """From now on recording raises: a traced array has outlived its transformation, or crossed into a body."""
+        """Make recording raise: a traced array has outlived its transformation, or crossed into a body."""
         self.open = _Closed(refusal)
 
 
 class _Closed:
-    """Stands for the nodes of a tape that takes no more."""
+    """Takes the place of the nodes of a closed tape."""
 
     __slots__ = ("refusal",)
 
@@ -152,7 +153,7 @@ def _closed_over() -> Exception:
 
 
 class recording:
-    """A new tape, innermost until the block ends; recording on it later is an error."""
+    """A context manager with a new innermost tape; recording on it after the block is an error."""
 
     __slots__ = ("tape", "token")
 
@@ -166,11 +167,11 @@ class recording:
     def __exit__(self, *_: object) -> None:
         ACTIVE.reset(self.token)
         self.tape.refuse(_leaked)
-        self.tape.twins = {}  # They know their tape: what they hold would stay until cycles are looked for.
+        self.tape.varied_copies = {}  # The copies refer to the tape: the cycle would wait for the garbage collector.
 
 
 def suspended() -> AbstractContextManager[None]:
-    """Within the block, recording on the tapes that are active here is an error: bodies take arguments."""
+    """Within the block, recording on the active tapes is an error: a body may use only its arguments."""
     return _suspended() if ACTIVE.get() else _NOTHING
 
 
@@ -189,7 +190,7 @@ def _suspended() -> Iterator[None]:
 
 @contextmanager
 def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
-    """Within the block, recording on the tapes here that are of this level or further in is an error."""
+    """Within the block, recording on active tapes of this level or an inner one is an error."""
     tapes = [tape for tape in ACTIVE.get() if tape.level >= level]
     before = [tape.open for tape in tapes]
     for tape in tapes:
@@ -202,14 +203,14 @@ def refusing(level: int, refusal: Callable[[], Exception]) -> Iterator[None]:
 
 
 class Future(Protocol):
-    """A cotangent that is owed."""
+    """A cotangent that arrives later."""
 
     def begin(self) -> None:
-        """Send it, if that is to be done by now. Nobody but who owes it has the terms."""
+        """Start to send it, if it is due. Only this object holds its terms."""
         ...
 
     def wait(self) -> Any:
-        """It, when it has come."""
+        """Wait for the cotangent."""
         ...
 
 
@@ -228,7 +229,7 @@ class Bundle:
         return Bundle(parts)
 
     def filled(self, results: tuple[Like, ...]) -> tuple[Any, ...]:
-        """The cotangents of all results, zeros where none came."""
+        """The cotangents of all results; zeros where none arrived."""
         like = next(iter(self.parts.values()))
         return tuple(
             self.parts[k] if k in self.parts else np.zeros_like(like, shape=r.shape, dtype=r.dtype)

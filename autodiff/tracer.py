@@ -272,10 +272,10 @@ class Array(metaclass=Shown):
     # What it refuses
 
     def __array__(self, dtype=None, copy=None):
-        from spmd.autodiff.conversion_errors import asked
+        from spmd.autodiff.conversion_errors import find_converter
 
         traced = self.tape is not None
-        where, mend = asked(sys._getframe(1)) or ("np.asarray, or a function that calls it", "")
+        where, mend = find_converter(sys._getframe(1)) or ("np.asarray, or a function that calls it", "")
         raise TracedConversionError.at(
             where,
             got=describe(self),
@@ -292,9 +292,9 @@ class Array(metaclass=Shown):
     def _number(self, kind: str):
         where = f"{kind}()" + {"bool": ", as `if` calls it", "index": ", as range(x) and list[x] call it"}.get(kind, "")
         if self.tape is not None:
-            from spmd.autodiff.conversion_errors import asked
+            from spmd.autodiff.conversion_errors import find_converter
 
-            function, mend = asked(sys._getframe(2)) or ("", "")
+            function, mend = find_converter(sys._getframe(2)) or ("", "")
             raise TracedConversionError.at(
                 f"{function}, which calls {where}" if mend and function not in where else where,
                 got=describe(self),
@@ -358,4 +358,4 @@ for _kinds in (BARE_OPERANDS, PLAIN_TYPES, OPERANDS, ARRAY_TYPES):  # what stand
     _kinds |= {Slot, Number}
 USUAL.add(Slot)
 ADMITTED |= {Array, Slot, Number}
-tree.ALONE.add(Array)
+tree.LEAF_TYPES.add(Array)

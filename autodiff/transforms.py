@@ -16,7 +16,7 @@ import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.apply import part, record, weak
-from spmd.autodiff.backward import alone, sweep
+from spmd.autodiff.backward import is_sole_owner, sweep
 from spmd.autodiff.cotangent_matching import check_sequences, match_cotangents, match_tangents
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.primitive import Primitive
@@ -65,7 +65,7 @@ def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
         if state is None and isinstance(g, np.ndarray):
             if g.ndim == 0 and g.dtype != float0 and isinstance(leaf.value, float | complex | np.generic):
                 g = g[()]
-            elif not alone(getrefcount(g), g):
+            elif not is_sole_owner(getrefcount(g), g):
                 g = g.copy()
         g = stated(g, state)
         pulled.append(g if leaf is given else given.holding(g))

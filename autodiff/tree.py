@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 
-class _Late:
-    """The library behind, imported when it is first asked for something: it is a third of what importing spmd costs."""
+class _LazyOptree:
+    """optree, imported at its first use: its import takes a third of the time of `import spmd`."""
 
     def __getattr__(self, name: str) -> Any:
         global optree
@@ -42,16 +42,16 @@ class _Late:
         return getattr(optree, name)
 
 
-optree: Any = _Late()
+optree: Any = _LazyOptree()
 
-_OURS: Any = {"namespace": "spmd"}
-"""Where classes are registered: other programs that use the library behind may see them otherwise."""
+_NAMESPACE: Any = {"namespace": "spmd"}
+"""The namespace of our registrations in optree, apart from those of other programs."""
 
-_LEAVES: list[Any] = [None, None]
-"""The structures of a leaf alone, where None is none and where it is one, once one was met."""
+_LEAF_STRUCTURES: list[Any] = [None, None]
+"""The structures of a single leaf, by none_is_leaf, once they are known."""
 
-ALONE: set[type] = {np.ndarray}
-"""Classes of arrays, which are leaves by themselves."""
+LEAF_TYPES: set[type] = {np.ndarray}
+"""Classes of arrays, which are leaves."""
 
 Class = TypeVar("Class", bound=type)
 
@@ -66,12 +66,12 @@ def register(cls: Class, flatten: Callable | None = None, unflatten: Callable | 
     """
     if flatten is None or unflatten is None:
         flatten, unflatten = _of_fields(cls)
-    optree.register_pytree_node(cls, flatten, unflatten, **_OURS)
+    optree.register_pytree_node(cls, flatten, unflatten, **_NAMESPACE)
     return cls
 
 
 def _of_fields(cls: type) -> tuple[Callable, Callable]:
-    """How a dataclass is taken apart and put together."""
+    """flatten and unflatten of a dataclass."""
     import dataclasses
 
     if not dataclasses.is_dataclass(cls):
@@ -99,22 +99,21 @@ def _of_fields(cls: type) -> tuple[Callable, Callable]:
 
 def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], Any]:
     """The leaves of a tree, and its structure. Dictionaries go by sorted keys."""
-    if type(tree) in ALONE or (none_is_leaf and tree is None):
+    if type(tree) in LEAF_TYPES or (none_is_leaf and tree is None):
         return [tree], _leaf(none_is_leaf)
-    found, structure = optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_OURS)
-    return found, structure
+    return optree.tree_flatten(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
 
 
 def _leaf(none_is_leaf: bool) -> Any:
-    found = _LEAVES[none_is_leaf]
-    if found is None:
-        found = _LEAVES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_OURS)
-    return found
+    leaf = _LEAF_STRUCTURES[none_is_leaf]
+    if leaf is None:
+        leaf = _LEAF_STRUCTURES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_NAMESPACE)
+    return leaf
 
 
 def is_leaf(structure: Any) -> bool:
     """Whether this is known to be the structure of a leaf alone."""
-    return structure is not None and (structure is _LEAVES[1] or structure is _LEAVES[0])
+    return structure is not None and (structure is _LEAF_STRUCTURES[1] or structure is _LEAF_STRUCTURES[0])
 
 
 def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
@@ -127,8 +126,8 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
 
 def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Any]:
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
-    found, structure = flatten(tree, none_is_leaf=none_is_leaf)
-    return shown_paths(structure), found, structure
+    leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
+    return shown_paths(structure), leaves, structure
 
 
 def shown_paths(structure: Any) -> list[str]:
@@ -138,19 +137,19 @@ def shown_paths(structure: Any) -> list[str]:
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:
     """The path of each leaf, as its keys and indices."""
-    return optree.tree_paths(tree, **_OURS)
+    return optree.tree_paths(tree, **_NAMESPACE)
 
 
 def leaves(tree: Any) -> list[Any]:
     """The leaves of a tree."""
-    return optree.tree_leaves(tree, **_OURS)
+    return optree.tree_leaves(tree, **_NAMESPACE)
 
 
 def structure(tree: Any, *, none_is_leaf: bool = False) -> Any:
     """The structure of a tree."""
-    if type(tree) in ALONE or (none_is_leaf and tree is None):
+    if type(tree) in LEAF_TYPES or (none_is_leaf and tree is None):
         return _leaf(none_is_leaf)
-    return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_OURS)
+    return optree.tree_structure(tree, none_is_leaf=none_is_leaf, **_NAMESPACE)
 
 
 @api_boundary
@@ -166,7 +165,7 @@ def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 def prefix(shorter: Any, tree: Any) -> list[Any]:
     """For each leaf of a tree the leaf of a shorter tree that stands for it. None is a leaf. ValueError: no prefix."""
-    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_OURS)
+    return optree.broadcast_prefix(shorter, tree, none_is_leaf=True, **_NAMESPACE)
 
 
 # Which leaf of which tree
@@ -189,7 +188,7 @@ class Described:
 
     @classmethod
     def of(cls, structure: Any) -> Described:
-        """A structure of the library behind."""
+        """The description of a structure of optree."""
         return cls(
             _text(structure), ("".join(f"[{_shown(k)}]" for k in path) for path in optree.treespec_paths(structure))
         )
@@ -256,7 +255,7 @@ def _text(structure: Any) -> str:
 
 
 def _pieces(node: Any) -> list[Any]:
-    """A container as the words and children that stand for it, in order."""
+    """The text pieces and children of a container, in order."""
     kind, children, keys = node.type, node.children(), [_shown(key) for key in node.entries()]
     if kind is tuple or kind is list:
         opening, closing = "()" if kind is tuple else "[]"

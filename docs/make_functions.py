@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.dispatch import load_families
-from spmd.autodiff.primitive import Method, constants, handlers, name_of, passives, refusals, twins
-from spmd.autodiff.rules.shape import told
+from spmd.autodiff.primitive import Method, constants, handlers, name_of, overrides, passives, refusals
+from spmd.autodiff.rules.shape import metadata_functions
 from spmd.autodiff.tracer import missing
 
 PAGE = Path(__file__).with_name("functions.md")
@@ -22,9 +22,9 @@ COMMAND = "python docs/make_functions.py"
 NAMESPACES = {"np": np, "np.linalg": np.linalg, "np.fft": np.fft}
 METHODS = ("reduce", "accumulate", "reduceat", "outer", "at")
 
-RULE, COMPOSITION, CONSTANT, TWIN = "rule", "composition", "constant", "twin"
+RULE, COMPOSITION, CONSTANT, OVERRIDE = "rule", "composition", "constant", "override"
 REFUSED, PASSIVE = "refused", "no entries"
-KINDS = (RULE, COMPOSITION, CONSTANT, TWIN, REFUSED, PASSIVE)
+KINDS = (RULE, COMPOSITION, CONSTANT, OVERRIDE, REFUSED, PASSIVE)
 
 INTRODUCTION = """\
 # What becomes of each function
@@ -38,15 +38,15 @@ scipy.fft is one of these where it meets a traced array:
 | composition | it runs as a composition of other functions, which are recorded |
 | constant | its derivative is zero wherever there is one: it is computed and not recorded; its result has the state \
 of what it came from |
-| twin | NumPy does not ask its arguments: it raises, and the function of the same name in `spmd.numpy` is recorded |
+| override | NumPy does not dispatch on its arguments: it raises; `spmd.numpy` has a function of the same name |
 | refused | it raises, and says what to write instead |
 | no entries | it takes no entries of arrays: it makes arrays of numbers, reads files, tells about dtypes |
 
-Arrays that are not differentiated go through all of them but twins and those that write into an argument.
+Arrays that are not differentiated go through all of them but overrides and those that write into an argument.
 
-Of some functions with a rule NumPy asks some arguments only, of `np.sum` the array and not `initial`. Where the column
-*instead* names `spmd.numpy` beside another kind, that twin takes traced arrays in every argument, and what the Array
-API standard has further; where NumPy's own does not, it raises.
+Some functions with a rule dispatch on some arguments only: `np.sum` on the array, not on `initial`. Where the column
+*instead* names `spmd.numpy` beside another kind, that override takes traced arrays in every argument, and the options
+of the Array API standard; where NumPy's own does not, it raises.
 """
 
 
@@ -64,13 +64,13 @@ def kinds(f) -> list[str]:
     """What the registry says of a function; it should say one thing."""
     said = []
     if f in handlers:
-        said.append(CONSTANT if f in told else RULE if hasattr(handlers[f], "primitive") else COMPOSITION)
+        said.append(CONSTANT if f in metadata_functions else RULE if hasattr(handlers[f], "primitive") else COMPOSITION)
     for known, kind in ((constants, CONSTANT), (refusals, REFUSED), (passives, PASSIVE)):
         if f in known:
             said.append(kind)
     name = getattr(f, "__name__", "")
-    if not said and name in twins and getattr(np, name, None) is f:
-        said.append(TWIN)
+    if not said and name in overrides and getattr(np, name, None) is f:
+        said.append(OVERRIDE)
     return said
 
 
@@ -151,11 +151,11 @@ def parts_of_numpy() -> list[str]:
 
 def _objects() -> str:
     rows = [
-        f"| `np.{name}` | {TWIN} | `spmd.numpy.{name}` |"
-        for name in sorted(twins)
+        f"| `np.{name}` | {OVERRIDE} | `spmd.numpy.{name}` |"
+        for name in sorted(overrides)
         if inspect.isclass(getattr(np, name)) or not callable(getattr(np, name))
     ]
-    return _table("## Objects and classes of np that have a twin", "object | kind | instead", rows)
+    return _table("## Objects and classes of np that have an override", "object | kind | instead", rows)
 
 
 def _methods_of_ufuncs() -> str:
@@ -204,7 +204,7 @@ def _special(version: str) -> str:
         return kind in (RULE, COMPOSITION)
 
     reached = those(lambda f, kind: is_ruled(kind) and (isinstance(f, np.ufunc) or f is np.sinc))
-    by_twin = those(lambda f, kind: is_ruled(kind) and not (isinstance(f, np.ufunc) or f is np.sinc))
+    by_override = those(lambda f, kind: is_ruled(kind) and not (isinstance(f, np.ufunc) or f is np.sinc))
     groups: dict[str, list[str]] = {}
     for name, f in found.items():
         if said[name] == REFUSED:
@@ -214,7 +214,7 @@ def _special(version: str) -> str:
             f"## scipy.special\n\n{version}: {_totals(said)}",
             "Numbers in brackets say which arguments have a derivative, where others have none.",
             f"Rules that NumPy's protocol reaches, in scipy.special itself: {reached}.",
-            f"Rules of Python functions, for `spmd.scipy.special` and the name: {by_twin}. "
+            f"Rules of Python functions, for `spmd.scipy.special` and the name: {by_override}. "
             "SciPy's own give the same gradient, or raise.",
             f"Constant: {those(lambda f, kind: kind == CONSTANT)}.",
             f"No entries: {those(lambda f, kind: kind == PASSIVE)}.",
@@ -266,7 +266,7 @@ def _listed(names: list[str], prefix: str = "") -> str:
 def _instead(name: str, f) -> str:
     if f in refusals:
         return _code(refusals[f])
-    return f"`spmd.numpy.{name}`" if name in twins and getattr(np, name) is f else ""
+    return f"`spmd.numpy.{name}`" if name in overrides and getattr(np, name) is f else ""
 
 
 def _code(words: str) -> str:

@@ -437,7 +437,7 @@ def share_copies(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -
     return PartitionedArray(mesh.shared(layout, blocks.__getitem__), layout, mesh)
 
 
-tree.ALONE.add(PartitionedArray)
+tree.LEAF_TYPES.add(PartitionedArray)
 ADMITTED.add(PartitionedArray)
 
 

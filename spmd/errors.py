@@ -86,10 +86,10 @@ class DtypeError(_Located, TypeError):
 class JitError(_Located, RuntimeError):
     """A body under spmd.jit depends on values, or on something that changes from call to call.
 
-    looked: the error was raised when a value was read; an operation that reads values may be recorded as a whole.
+    reads_value: the code read a value; an operation that reads values may be recorded as a whole.
     """
 
-    looked = False
+    reads_value = False
 
 
 class TracedConversionError(_Located, TypeError):

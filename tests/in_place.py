@@ -2,4 +2,4 @@
 
 from spmd.autodiff import backward
 
-backward.LARGE = -1
+backward.INPLACE_MIN = -1

@@ -28,8 +28,8 @@ import spmd.numpy as snp
 from spmd import P
 from spmd.autodiff import check_grads, grad, vjp
 from spmd.autodiff.dispatch import load_families
-from spmd.autodiff.primitive import Method, constants, handlers, in_place, passives, refusals, twins
-from spmd.autodiff.rules.shape import told
+from spmd.autodiff.primitive import Method, constants, handlers, in_place, overrides, passives, refusals
+from spmd.autodiff.rules.shape import metadata_functions
 from spmd.autodiff.tracer import Array, find
 from spmd.errors import DifferentiationError, StateError, TracedConversionError
 
@@ -226,7 +226,7 @@ def test_constants_keep_the_state(name):
             state = x.state if x.state in states else y.state
             result = f(*given)
             parts = find(result, [])
-            if f in told:
+            if f in metadata_functions:
                 assert parts == []
                 np.testing.assert_equal(result, bare)
             else:
@@ -382,7 +382,7 @@ def test_mends_name_what_there_is():
             if name.startswith("spmd"):
                 assert operator.attrgetter(name[5:])(spmd), mend
             elif f in ALL.values() and "stop_gradient" not in mend:
-                assert page.kinds(ALL[name])[0] not in (page.REFUSED, page.TWIN) or name == "np.arange", mend
+                assert page.kinds(ALL[name])[0] not in (page.REFUSED, page.OVERRIDE) or name == "np.arange", mend
 
 
 def test_what_is_refused_takes_undifferentiated_arrays():
@@ -398,7 +398,7 @@ def test_what_is_refused_takes_undifferentiated_arrays():
             grad(write)(X)
 
 
-# Functions that NumPy does not hand to us, and their twins
+# Functions that NumPy does not hand to us, and their overrides
 
 BARE = np.array([0.5, 1.5, 4.0])
 PLAIN = {
@@ -442,8 +442,8 @@ LATER = {
 REFUSALS = TracedConversionError, DifferentiationError, StateError
 
 
-@pytest.mark.parametrize("name", of_kind(page.TWIN))
-def test_twins(name):
+@pytest.mark.parametrize("name", of_kind(page.OVERRIDE))
+def test_overrides(name):
     short = name.removeprefix("np.")
     call = PLAIN[short]
     with pytest.raises(Exception) as raised:  # noqa: PT011 - NumPy raises a ValueError of its own for some
@@ -481,12 +481,12 @@ def failure(run):
     return None
 
 
-def test_each_twin_is_told():
+def test_errors_name_each_override():
     """The others are of functions that NumPy hands to us; they take more."""
-    functions = {name for name in twins if inspect.isroutine(f := getattr(np, name)) or dispatches(f)}
+    functions = {name for name in overrides if inspect.isroutine(f := getattr(np, name)) or dispatches(f)}
     called = {*PLAIN, *LATER}
     assert called <= functions
-    assert [name for name in functions - called if page.kinds(getattr(np, name)) == [page.TWIN]] == []
+    assert [name for name in functions - called if page.kinds(getattr(np, name)) == [page.OVERRIDE]] == []
 
 
 def test_classes_of_numpy_cut_nothing_off():
@@ -550,7 +550,7 @@ def explained(name, ask, mend):
 
 
 def test_who_asked_in_a_body():
-    """An array with a state is told of the twin too, and of its block."""
+    """An array with a state names the override too, and of its block."""
     with spmd.Mesh(d=2), pytest.raises(TracedConversionError, match=r"np\.full\n(.|\n)*spmd\.numpy\.full(.|\n)*block"):
         spmd.map(lambda x: np.full((2, 4), x), P("d"), P("d"))(np.ones(4))
 

@@ -184,7 +184,7 @@ VALUES_DECIDE = tuple(
 
 
 def reused(row, shapes, order: int) -> tuple:
-    """The results of a program of a row's values and cotangents on arguments that it was not written down with, and
+    """The results of a program of a row's values and cotangents on arguments that it was not recorded with, and
     those of the body."""
     mesh = spmd.Mesh(x=1)
 
@@ -294,7 +294,7 @@ def test_gradients_from_outside(regression):
 def test_a_pullback_serves_more_than_once_and_what_is_not_asked_for_is_zero(regression):
     run, x, y = regression
     once = spmd.jit(run)
-    for k in range(3):  # written down, and done again
+    for k in range(3):  # recorded, and run again
         w = normal(k, 2)
         (_, pull), (_, again) = (
             spmd.vjp(lambda w, x, r=r: (r(w, x, y)["loss"], r(w, x, y)["rows"]), w, x) for r in (run, once)

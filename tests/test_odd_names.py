@@ -11,7 +11,7 @@ from launch import run_python
 
 import spmd
 from spmd import P
-from spmd.autodiff.staging.program import _TAKEN, COMM, Built, Like, Line, Ref
+from spmd.autodiff.staging.program import _RESERVED, COMM, Built, Line, Ref, ValueInfo
 
 ODD = [
     "it's",
@@ -70,12 +70,12 @@ def test_programs_of_functions_with_any_name(name):
         return 2 * x
 
     double.__name__ = name
-    like = Like((3,), np.dtype(float), True, 24, True)
+    like = ValueInfo((3,), np.dtype(float), True, 24, True)
     line = Line("call", double, (Ref(0),), {}, [0], [((), 1)], False, False, True, False, None, name)
     second = line._replace(args=(Ref(1),), used=[1], parts=[((), 2)])
     built = Built([line, second], [like] * 3, {}, [0], [Ref(2)], name)
     np.testing.assert_array_equal(built.run(COMM, [np.arange(3.0)])[0], 4 * np.arange(3.0))
-    assert all(_TAKEN.fullmatch(n) is None for n in built._names)
+    assert all(_RESERVED.fullmatch(n) is None for n in built._constants)
 
 
 @pytest.mark.parametrize("name", ["it's", "{x}", "a\nb", "%s", "back\\slash", 'quote"'])

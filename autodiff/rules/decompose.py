@@ -5,9 +5,9 @@ cotangent lies in that triangle; its Hermitian part is that of JAX, which symmet
 
 Eigenvectors and singular vectors of complex matrices have a phase that the decomposition does not determine. The
 derivative keeps it: v_i^H dv_i is real (for svd, the phases of v are kept), as in JAX. Where eigenvalues or singular
-values are equal, the vectors may also turn within the space that they span. The derivative takes that turn as zero: it
-is right for functions that treat equal values alike and use the space of their vectors, and finite for all. For others
-a RuntimeWarning says so: the derivative of V f(w) V^H within the space of equal values, say, cannot come from eigh.
+values are equal, the vectors may also rotate within the space that they span. The derivative takes that rotation as
+zero. That is finite, and right for functions that treat equal values alike and use only the space of their vectors.
+For other functions, such as V f(w) V^H with an f that differs within equal values, a RuntimeWarning says so.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def _h(x):
     return conj(np.swapaxes(x, -1, -2))
 
 
-def _half(x):
-    """The lower triangle with half of the diagonal: what is left of a Hermitian x when its mirror image is left out."""
+def _half_diagonal_tril(x):
+    """The lower triangle with half of the diagonal, which represents a Hermitian x."""
     return (np.tril(x) + np.tril(x, -1)) / 2
 
 
-def _one_triangle(g, upper):
-    """The cotangent of a Hermitian matrix as that of the triangle which is read."""
+def _to_triangle(g, upper):
+    """The cotangent of the triangle that NumPy reads, from that of the Hermitian matrix."""
     g = g + _h(g)
-    return _t(_half(_t(g))) if upper else _half(g)
+    return _t(_half_diagonal_tril(_t(g))) if upper else _half_diagonal_tril(g)
 
 
 def _hermitian(a):
     """The Hermitian matrix that is stored in the lower triangle of a; the diagonal is real."""
-    half = _half(a)
+    half = _half_diagonal_tril(a)
     return half + _h(half)
 
 
@@ -74,26 +74,26 @@ def _gaps(w, scale):
 
 
 def _largest(w):
-    """The largest of bare numbers, with two dimensions more."""
+    """The largest magnitude of bare numbers, with two more dimensions."""
     return largest(np.abs(w), -1)[..., None, None]
 
 
-def _warn_of_turns(name: str, gaps, gw, *turns) -> None:
-    """Warn where a function does not treat equal values alike, or asks for the turn of their vectors.
+def _warn_degenerate(name: str, gaps, gw, *rotations) -> None:
+    """Warn if a function treats equal values differently, or depends on the rotation of their vectors.
 
-    gw and turns: the cotangents of the values and of the turns.
+    gw, rotations: the cotangents of the values and of the rotations.
     """
-    checked(_look_for_turns, bare(gaps), name, bare(gw), *map(bare, turns))
+    checked(_check_degenerate, bare(gaps), name, bare(gw), *map(bare, rotations))
 
 
-def _look_for_turns(gaps, name: str, gw, *turns) -> None:
+def _check_degenerate(gaps, name: str, gw, *rotations) -> None:
     ties = np.triu(gaps == 0, 1)
     if not ties.any():
         return
     differences = gw[..., None, :] - gw[..., :, None]
-    for asked, scale in ((differences, gw), *((t, t) for t in turns)):
-        asked, scale = np.abs(asked), np.abs(scale)
-        if np.max(ties * (asked + _t(asked))) > math.sqrt(_eps(scale)) * np.max(scale):
+    for size, scale in ((differences, gw), *((t, t) for t in rotations)):
+        size, scale = np.abs(size), np.abs(scale)
+        if np.max(ties * (size + _t(size))) > math.sqrt(_eps(scale)) * np.max(scale):
             warnings.warn(
                 f"where values are equal, the derivative of {name} takes the turn of their vectors as zero: that is "
                 "right for functions that treat these values alike and use the space of their vectors, not for others",
@@ -186,7 +186,7 @@ def multi_dot(arrays, *, out=None):
 
     @functools.cache
     def cheapest(i, j):
-        """The fewest multiplications that give the product of matrices i to j, and after which the last cut is."""
+        """The fewest multiplications for the product of matrices i to j, and where to split it."""
         if i == j:
             return 0, i
         return min(
@@ -291,15 +291,15 @@ def _cholesky(g, ans, _a, *, upper=False):
     """With a = l l^H, dl is l times the lower half of inv(l) da inv(l)^H."""
     g, l = (_h(g), _h(ans)) if upper else (g, ans)
     inverse = np.linalg.inv(l)
-    return _one_triangle(_t(inverse) @ _half(_t(l) @ g) @ conj(inverse), upper)
+    return _to_triangle(_t(inverse) @ _half_diagonal_tril(_t(l) @ g) @ conj(inverse), upper)
 
 
 rule(np.linalg.cholesky, _cholesky)
 
 
-def _check_turn(turn, name: str, g) -> None:
-    turn, scale = np.abs(turn - _h(turn)), np.abs(g)
-    if largest(turn) > math.sqrt(_eps(scale)) * largest(scale):
+def _check_basis(rotation, name: str, g) -> None:
+    rotation, scale = np.abs(rotation - _h(rotation)), np.abs(g)
+    if largest(rotation) > math.sqrt(_eps(scale)) * largest(scale):
         raise DifferentiationError.at(
             name,
             got="a function that depends on which basis of the orthogonal complement was found",
@@ -309,11 +309,11 @@ def _check_turn(turn, name: str, g) -> None:
 
 
 def _complement(name, g, q, rest):
-    """What a cotangent of `rest`, columns that complete q to a unitary matrix, means for q.
+    """The cotangent of q from that of `rest`, columns that complete q to a unitary matrix.
 
-    Any other basis of the same space would do for them, so a function of them must not depend on the basis.
+    `rest` may be any basis of its space, so a function of it must not depend on the basis.
     """
-    checked(_check_turn, bare(_t(rest) @ g), name, bare(g))
+    checked(_check_basis, bare(_t(rest) @ g), name, bare(g))
     return -conj(rest) @ _h(g) @ conj(q)
 
 
@@ -329,8 +329,8 @@ def _qr_rule(g, ans, _a, mode):
     if n > k:
         gq = gq + conj(q @ r[..., k:]) @ _h(right)
         gr, r = gr[..., :k], r[..., :k]
-    turn = _t(q) @ gq - gr @ _t(r)
-    left = _t(np.linalg.solve(r, _t(gq + conj(q) @ (_half(turn - _h(turn)) - turn))))
+    rotation = _t(q) @ gq - gr @ _t(r)
+    left = _t(np.linalg.solve(r, _t(gq + conj(q) @ (_half_diagonal_tril(rotation - _h(rotation)) - rotation))))
     return np.concatenate([left, conj(q) @ right], -1) if n > k else left
 
 
@@ -361,15 +361,15 @@ def _eigh(g, ans, _a, UPLO="L"):
     """dw is the diagonal of x = v^H da v, and dv is v times x_ij / (w_j - w_i)."""
     (gw, gv), (w, v) = g, ans
     gaps = _gaps(w, _largest(bare(w)))
-    turn = _t(v) @ gv
-    _warn_of_turns("np.linalg.eigh", gaps, gw, turn)
-    inside = gaps * (turn - _h(turn)) / 2
-    return _one_triangle((conj(v) * gw[..., None, :] + conj(v) @ inside) @ _t(v), UPLO.upper() == "U")
+    rotation = _t(v) @ gv
+    _warn_degenerate("np.linalg.eigh", gaps, gw, rotation)
+    inside = gaps * (rotation - _h(rotation)) / 2
+    return _to_triangle((conj(v) * gw[..., None, :] + conj(v) @ inside) @ _t(v), UPLO.upper() == "U")
 
 
 def _eigvalsh(g, _ans, a, UPLO: Any = "L"):
     v = np.linalg.eigh(a, UPLO)[1]
-    return _one_triangle((conj(v) * g[..., None, :]) @ _t(v), UPLO.upper() == "U")
+    return _to_triangle((conj(v) * g[..., None, :]) @ _t(v), UPLO.upper() == "U")
 
 
 rule(np.linalg.eigh, _eigh)
@@ -391,9 +391,9 @@ def _eig(g, ans, _a):
         largest = row == np.argmax(size, -2)[..., None, :]
         gv = gv - 1j * np.imag(length) * largest / np.where(largest, v, 1)
     gaps = _gaps(w, _largest(bare(w)))
-    turn = _t(v) @ gv
-    _warn_of_turns("np.linalg.eig", gaps, gw, turn)
-    return np.linalg.solve(_t(v), gw[..., :, None] * _t(v) + (gaps * turn) @ _t(v))
+    rotation = _t(v) @ gv
+    _warn_degenerate("np.linalg.eig", gaps, gw, rotation)
+    return np.linalg.solve(_t(v), gw[..., :, None] * _t(v) + (gaps * rotation) @ _t(v))
 
 
 rule(np.linalg.eig, _eig)
@@ -401,14 +401,14 @@ rule(np.linalg.eig, _eig)
 
 @composite(np.linalg.eigvals)
 def eigvals(a):
-    """LAPACK may find eigenvalues in another order when it looks for no vectors, so both come from one call."""
+    """LAPACK may order eigenvalues differently without vectors, so both come from one call."""
     return np.linalg.eig(a)[0]
 
 
 # Singular values: a = u diag(s) vh
 
 
-def _svd_rule(g, ans, _a, full_matrices, careful):
+def _svd_rule(g, ans, _a, full_matrices, check_vectors):
     """With x = u^H da v, ds is its diagonal, and du and dv are u and v times
 
         ((x + x^H)_ij / (s_j - s_i) ± (x - x^H)_ij / (s_j + s_i)) / 2
@@ -427,24 +427,24 @@ def _svd_rule(g, ans, _a, full_matrices, careful):
     scale = _largest(bare(s))
     gaps, sums = _gaps(s, scale), _reciprocal(s[..., None, :] + s[..., :, None], scale)
     inverse = _reciprocal(s, scale[..., 0])
-    turn_u, turn_v = _t(u) @ gu, -gvh @ _t(vh)
-    _warn_of_turns("np.linalg.svd", gaps, gs, *((turn_u, turn_v) if careful else ()))
-    skew_u, skew_v = (turn_u - _h(turn_u)) / 2, (turn_v - _h(turn_v)) / 2
+    rotation_u, rotation_v = _t(u) @ gu, -gvh @ _t(vh)
+    _warn_degenerate("np.linalg.svd", gaps, gs, *((rotation_u, rotation_v) if check_vectors else ()))
+    skew_u, skew_v = (rotation_u - _h(rotation_u)) / 2, (rotation_v - _h(rotation_v)) / 2
     if np.iscomplexobj(u):
         gs = gs + np.diagonal(skew_u + skew_v, 0, -2, -1) * inverse / 2
     inside = gaps * (skew_u + skew_v) + sums * (skew_u - skew_v)
     left = conj(u) * gs[..., None, :] + conj(u) @ inside
     if _a.shape[-2] > k:
-        left = left + (gu - conj(u) @ turn_u) * inverse[..., None, :]
+        left = left + (gu - conj(u) @ rotation_u) * inverse[..., None, :]
     result = left @ conj(vh)
     if _a.shape[-1] > k:
-        result = result + (conj(u) * inverse[..., None, :]) @ (gvh + turn_v @ conj(vh))
+        result = result + (conj(u) * inverse[..., None, :]) @ (gvh + rotation_v @ conj(vh))
     return result
 
 
 @primitive("np.linalg.svd", _svd_rule)
-def _svd(a, full_matrices, careful):
-    """careful=False promises a function that does not depend on the vectors of equal values, but on their space."""
+def _svd(a, full_matrices, check_vectors):
+    """check_vectors=False: the function depends on the space of the vectors of equal values only."""
     return np.linalg.svd(a, full_matrices)
 
 
@@ -522,7 +522,7 @@ def _pinv(a, rcond):
 
 
 def _without_small(a, rcond):
-    """The matrix without the singular values that rcond leaves out, where these are more than rounding."""
+    """The matrix without the singular values that rcond drops, unless these are only rounding."""
     s = np.linalg.svd(bare(a), compute_uv=False)
     top = s[..., :1]
     small = s <= (devices.beside(array(rcond), s)[..., None] if np.ndim(rcond) else rcond) * top
@@ -532,18 +532,18 @@ def _without_small(a, rcond):
     return (u * ~small[..., None, :]) @ (_h(u) @ a)
 
 
-_NONE: Any = object()
+_MISSING: Any = object()
 
 
 @composite(np.linalg.pinv, by_numpy=True)
-def pinv(a, rcond: Any = None, hermitian=False, *, rtol: Any = _NONE):
-    if rcond is not None and rtol is not _NONE:
+def pinv(a, rcond: Any = None, hermitian=False, *, rtol: Any = _MISSING):
+    if rcond is not None and rtol is not _MISSING:
         raise ValueError("np.linalg.pinv takes rtol or rcond, and got both")
     if hermitian:
         _require_square(a)
         a = _hermitian(a)
     if rcond is None:
-        rcond = 1e-15 if rtol is _NONE else rtol
+        rcond = 1e-15 if rtol is _MISSING else rtol
     if rcond is None:
         rcond = max(a.shape[-2:]) * _eps(a)
     return _pinv(_without_small(a, bare(rcond)), bare(rcond))
@@ -552,9 +552,9 @@ def pinv(a, rcond: Any = None, hermitian=False, *, rtol: Any = _NONE):
 def _lstsq_left(g, ans, a, b, rcond):
     """As for pinv: dx = -p da x + p p^H da^H (b - a x) + (1 - p a) da^H p^H x, where p is the pseudo-inverse."""
     p = np.linalg.pinv(a, rcond)
-    pulled, y = _t(p) @ g, _h(g)
-    outside = conj(b - a @ ans) @ (_h(pulled) @ _t(p))
-    return outside + _t(p) @ (conj(ans) @ (y - y @ conj(p) @ conj(a))) - pulled @ _t(ans)
+    solved, y = _t(p) @ g, _h(g)
+    outside = conj(b - a @ ans) @ (_h(solved) @ _t(p))
+    return outside + _t(p) @ (conj(ans) @ (y - y @ conj(p) @ conj(a))) - solved @ _t(ans)
 
 
 @primitive("np.linalg.lstsq", _lstsq_left, lambda g, _ans, a, _b, rcond: _t(np.linalg.pinv(a, rcond)) @ g)

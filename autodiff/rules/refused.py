@@ -21,7 +21,7 @@ refused(np.putmask, instead="y = np.where(mask, np.resize(v, x.shape), x)", writ
 
 refused(np.intersect1d, instead="x[np.isin(x, y)], of which x alone is differentiated")
 
-# Those whose arguments NumPy does not ask, so that the array itself raises. More of this kind have twins in spmd.numpy.
+# Those that do not dispatch on their arguments, so that the array itself raises. Others of them have overrides.
 
 refused(
     np.isfortran,

@@ -12,12 +12,12 @@ import numpy as np
 
 from spmd.autodiff.primitive import composite
 from spmd.autodiff.rules.reduce import array
-from spmd.autodiff.rules.statistics import settled
+from spmd.autodiff.rules.statistics import without_derivative
 
 
 def _unique(x, fun, axis=None, **options) -> tuple[Any, Any, Any, Any]:
     """What np.unique finds: values in the order of `fun`, and first places, numbers and counts."""
-    values, (_, first, numbers, counts) = settled(
+    values, (_, first, numbers, counts) = without_derivative(
         lambda x: (fun(x), np.unique(x, True, True, True, axis=axis, **options)), x
     )
     if axis is None:
@@ -30,12 +30,12 @@ def _unique(x, fun, axis=None, **options) -> tuple[Any, Any, Any, Any]:
 @composite(np.unique, by_numpy=True)
 def unique(ar, return_index=False, return_inverse=False, return_counts=False, axis=None, *, equal_nan=True, **options):
     def fun(x):
-        return np.unique(x, axis=axis, equal_nan=equal_nan, **(options if not any(asked) else {}))
+        return np.unique(x, axis=axis, equal_nan=equal_nan, **(options if not any(requested) else {}))
 
-    asked = return_index, return_inverse, return_counts
+    requested = return_index, return_inverse, return_counts
     values, *others = _unique(array(ar), fun, axis, equal_nan=equal_nan)
-    found = (values, *(other for other, wanted in zip(others, asked, strict=True) if wanted))
-    return found if any(asked) else values
+    results = (values, *(other for other, is_requested in zip(others, requested, strict=True) if is_requested))
+    return results if any(requested) else values
 
 
 def _declare(name: str, *parts: int) -> None:
@@ -44,8 +44,8 @@ def _declare(name: str, *parts: int) -> None:
 
     @composite(fun, by_numpy=True)
     def run(x):
-        found = _unique(array(x), lambda x: fun(x)[0] if parts else fun(x), equal_nan=False)
-        return type(fun(np.zeros(0)))(*(found[k] for k in (0, *parts))) if parts else found[0]
+        results = _unique(array(x), lambda x: fun(x)[0] if parts else fun(x), equal_nan=False)
+        return type(fun(np.zeros(0)))(*(results[k] for k in (0, *parts))) if parts else results[0]
 
 
 _declare("unique_all", 1, 2, 3)

@@ -32,11 +32,11 @@ def entries(x) -> Any:
 # What is known without looking at the entries, and what is printed, is no array and has no state.
 
 
-def _of_bare(fun):
+def _on_bare(fun):
     return lambda *args, **kwargs: fun(*bare(args), **bare(kwargs))
 
 
-def _of_shapes(fun):
+def _on_shapes(fun):
     """A function that looks at the shapes of arrays alone; those of a device stay there."""
 
     def run(*args, **kwargs):
@@ -47,7 +47,7 @@ def _of_shapes(fun):
     return run
 
 
-def _of_memory(fun):
+def _on_memory(fun):
     """A function that asks whether two arrays overlap: the host's memory is not a device's."""
 
     def run(a, b, *args, **kwargs):
@@ -65,7 +65,7 @@ def _printed(fun):
     return run
 
 
-told: dict = {
+metadata_functions: dict = {
     np.shape: lambda a: a.shape,
     np.ndim: lambda a: a.ndim,
     np.size: lambda a, axis=None: a.size if axis is None else math.prod(a.shape[i] for i in np.atleast_1d(axis)),
@@ -74,12 +74,12 @@ told: dict = {
     np.tril_indices_from: lambda arr, k=0: np.tril_indices(arr.shape[-2], k, arr.shape[-1]),
     np.triu_indices_from: lambda arr, k=0: np.triu_indices(arr.shape[-2], k, arr.shape[-1]),
     np.diag_indices_from: lambda arr: np.diag_indices_from(np.empty(arr.shape, bool)),
-    **{f: _of_bare(f) for f in (np.can_cast, np.common_type, np.min_scalar_type, np.result_type)},
-    np.einsum_path: _of_shapes(np.einsum_path),
-    **{f: _of_memory(f) for f in (np.may_share_memory, np.shares_memory)},
+    **{f: _on_bare(f) for f in (np.can_cast, np.common_type, np.min_scalar_type, np.result_type)},
+    np.einsum_path: _on_shapes(np.einsum_path),
+    **{f: _on_memory(f) for f in (np.may_share_memory, np.shares_memory)},
     **{f: _printed(f) for f in (np.array2string, np.array_repr, np.array_str)},
 }
-handlers.update(told)
+handlers.update(metadata_functions)
 
 # Shape
 
@@ -362,10 +362,10 @@ def trim_zeros(filt, trim="fb", axis=None):
         return filt
     axes = range(filt.ndim) if axis is None else [i % filt.ndim for i in np.atleast_1d(axis).tolist()]
     index: list[slice] = [slice(None)] * filt.ndim
-    for i, found in enumerate(np.nonzero(value_of(filt))):
+    for i, positions in enumerate(np.nonzero(value_of(filt))):
         if i in axes:
-            first, last = (int(found.min()), int(found.max()) + 1) if found.size else (0, 0)
-            whole = found.size == 0
+            first, last = (int(positions.min()), int(positions.max()) + 1) if positions.size else (0, 0)
+            whole = positions.size == 0
             index[i] = slice(
                 first if whole or "f" in trim.lower() else None, last if whole or "b" in trim.lower() else None
             )
@@ -388,9 +388,9 @@ def _reflected(x, axis, low, high, mode):
         n = x.shape[axis]
         most = (n - first) // period * period
         before, after = min(most, low), min(most, high)
-        there = lambda start, stop, x=x: x[along(axis, x.ndim, slice(start, stop))]
-        left = 2 * there(0, 1) - np.flip(there(first, first + before), axis)
-        right = 2 * there(n - 1, n) - np.flip(there(n - first - after, n - first), axis)
+        part = lambda start, stop, x=x: x[along(axis, x.ndim, slice(start, stop))]
+        left = 2 * part(0, 1) - np.flip(part(first, first + before), axis)
+        right = 2 * part(n - 1, n) - np.flip(part(n - first - after, n - first), axis)
         x = np.concatenate([left, x, right], axis)
         low, high = low - before, high - after
     return x

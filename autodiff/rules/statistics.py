@@ -33,19 +33,19 @@ from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import find, value_of
 
 
-def settled(fun, *args):
-    """fun of the entries alone, without derivative: for what is constant but at jumps."""
+def without_derivative(fun, *args):
+    """fun(*args) without a derivative, for piecewise constant functions."""
     return compute(fun, args, {}) if find(args, []) else fun(*args)
 
 
-# Order statistics: sort, then take. Of entries that tie, each stands where it stands in the stable order.
+# Order statistics: sort, then take. Entries that tie are in stable order.
 
 
-def _take(ordered, place, n):
-    return np.take_along_axis(ordered, np.clip(place, 0, np.maximum(n - 1, 0)).astype(np.intp), 0)
+def _take(ordered, position, n):
+    return np.take_along_axis(ordered, np.clip(position, 0, np.maximum(n - 1, 0)).astype(np.intp), 0)
 
 
-def _ordered(a, axis, skip):
+def _sorted_entries(a, axis, skip):
     """The entries of a in order along the first dimension, how many of them count, and which results are NaN."""
     column, _, keep = front(a, axis)
     ordered = np.sort(column, 0)
@@ -56,7 +56,7 @@ def _ordered(a, axis, skip):
 
 def _median(a, axis, keepdims, skip):
     a = array(a)
-    ordered, n, bad, keep = _ordered(a, axis, skip)
+    ordered, n, bad, keep = _sorted_entries(a, axis, skip)
     shape = keep if keepdims else ordered.shape[1:]
     if len(ordered) == 0:
         return np.reshape(np.mean(ordered, 0), shape)
@@ -65,7 +65,7 @@ def _median(a, axis, keepdims, skip):
 
 
 def _nan(x):
-    """A NaN that leaves the dtype of x: one of another library, as bfloat16 is, gives way to Python's."""
+    """A NaN that does not change the dtype of x; a dtype of another library, such as bfloat16, needs its own."""
     return x.dtype.type(np.nan) if is_foreign(x.dtype) else np.nan
 
 
@@ -89,8 +89,8 @@ _CONTINUOUS = {
 """The methods that interpolate, by their parameters alpha and beta (Hyndman and Fan, 1996)."""
 
 
-def _place(q, n, method):
-    """Where the quantiles q stand among n entries in order, counted from 0: integers where nothing is interpolated."""
+def _position(q, n, method):
+    """The positions of the quantiles q among n sorted entries, from 0; integers if nothing is interpolated."""
     q, n = devices.beside(q, value_of(n)), devices.beside(n, value_of(q))
     n = n if q.dtype.kind in "biu" else n.astype(q.dtype)
     if method == "linear":
@@ -98,22 +98,22 @@ def _place(q, n, method):
     if method in _CONTINUOUS:
         alpha, beta = _CONTINUOUS[method]
         return n * q + (alpha + q * (1 - alpha - beta)) - 1.0
-    return settled(_jump, q, n, method)
+    return without_derivative(_jump_position, q, n, method)
 
 
-def _jump(q, n, method):
-    """The place of a quantile that jumps from entry to entry: NumPy finds it among the numbers 0, 1, ..."""
-    place = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
+def _jump_position(q, n, method):
+    """The position of a quantile without interpolation: NumPy's quantile of the numbers 0, 1, ..."""
+    position = np.zeros_like(q, shape=np.broadcast_shapes(q.shape, n.shape), dtype=float)
     for m in np.unique(n).tolist():
         if m:
-            found = cupy_fallback.run(np.quantile, np.arange(float(m), like=q), np.ravel(q), method=method)
-            place = np.where(np.equal(n, m), np.reshape(found, q.shape), place)
+            numpy_result = cupy_fallback.run(np.quantile, np.arange(float(m), like=q), np.ravel(q), method=method)
+            position = np.where(np.equal(n, m), np.reshape(numpy_result, q.shape), position)
     between = method in ("averaged_inverted_cdf", "midpoint")
-    return place.astype(np.result_type(q.dtype, np.float16) if between else np.intp)
+    return position.astype(np.result_type(q.dtype, np.float16) if between else np.intp)
 
 
-def _weighted(q, weights, method):
-    """The place of a quantile among weighted entries in order."""
+def _weighted_position(q, weights, method):
+    """The position of a quantile among sorted entries with weights."""
     numbers = np.arange(float(len(weights)), like=weights)
     numbers = np.broadcast_to(np.reshape(numbers, (-1,) + (1,) * (weights.ndim - 1)), weights.shape)
     return cupy_fallback.run(np.quantile, numbers, np.ravel(q), axis=0, method=method, weights=weights).astype(np.intp)
@@ -132,22 +132,22 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
     checked(_check_q, value_of(q))
     if skip and a.size == 0:
         return np.nanmean(a, axis, keepdims=keepdims)
-    ordered, n, bad, keep = _ordered(a, axis, skip)
+    ordered, n, bad, keep = _sorted_entries(a, axis, skip)
     rows = np.reshape(q, (-1,) + (1,) * (ordered.ndim - 1))
     if weights is None:
-        place = _place(rows, n, method)
+        position = _position(rows, n, method)
     else:
         column = front(a, axis)[0]
-        heavy = np.broadcast_to(front(np.broadcast_to(weights_for(weights, a, axis), a.shape), axis)[0], column.shape)
-        heavy = np.take_along_axis(heavy, np.argsort(column, 0), 0)
+        weights = front(np.broadcast_to(weights_for(weights, a, axis), a.shape), axis)[0]
+        ordered_weights = np.take_along_axis(np.broadcast_to(weights, column.shape), np.argsort(column, 0), 0)
         if skip:
-            heavy = np.where(np.isnan(np.sort(column, 0)), n == 0, heavy)
-        place = settled(_weighted, rows, heavy, method)
-    if place.dtype.kind in "iu":
-        result = _take(ordered, place, n)
+            ordered_weights = np.where(np.isnan(np.sort(column, 0)), n == 0, ordered_weights)
+        position = without_derivative(_weighted_position, rows, ordered_weights, method)
+    if position.dtype.kind in "iu":
+        result = _take(ordered, position, n)
     else:
-        low = np.floor(place)
-        part = (place - low).astype(a.dtype) if weak and not is_foreign(a.dtype) else place - low
+        low = np.floor(position)
+        part = (position - low).astype(a.dtype) if weak and not is_foreign(a.dtype) else position - low
         below, above = _take(ordered, low, n), _take(ordered, low + 1, n)
         gap = above - below
         result = np.where(part >= 0.5, above - gap * (1 - part), below + gap * part)
@@ -195,7 +195,7 @@ def nanpercentile(a, q, *args, **options):
     return _nan_quantile(a, _hundredth(q), *args, **options)
 
 
-# Sums that skip NaN: entries that are NaN have the cotangent zero.
+# Sums that skip NaN: the cotangent of a NaN is zero.
 
 
 def _filled(a, value):
@@ -232,13 +232,13 @@ def nanmean(a, axis=None, dtype=None, out=None, keepdims=False, *, where: Any = 
 def nanvar(
     a, axis=None, dtype=None, out=None, ddof=0, keepdims=False, *, where: Any = True, mean=absent, correction=absent
 ):
-    there, filled = ~np.isnan(a) & devices.beside(where, value_of(a)), _filled(a, 0)
+    mask, filled = ~np.isnan(a) & devices.beside(where, value_of(a)), _filled(a, 0)
     if mean is absent:
-        n = np.sum(there, axis, keepdims=True)
-        # Where nothing is left the result is NaN by its own count of entries.
-        mean = np.sum(kept(filled, there), axis, dtype, keepdims=True) / np.maximum(n, 1)
-    deviation = np.where(there, filled - mean, 0).astype(filled.dtype)
-    n = np.sum(there, axis, keepdims=keepdims) - (ddof if correction is absent else correction)
+        n = np.sum(mask, axis, keepdims=True)
+        # Without any entry the result is NaN by its own count below.
+        mean = np.sum(kept(filled, mask), axis, dtype, keepdims=True) / np.maximum(n, 1)
+    deviation = np.where(mask, filled - mean, 0).astype(filled.dtype)
+    n = np.sum(mask, axis, keepdims=keepdims) - (ddof if correction is absent else correction)
     return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims), n)
 
 
@@ -253,7 +253,7 @@ constant(np.argpartition, np.nanargmax, np.nanargmin)
 # Covariance
 
 
-def _observed(weights, n, name):
+def _checked_weights(weights, n, name):
     """Weights of n observations, checked as NumPy does."""
     weights = array(weights).astype(float)
     if weights.ndim > 1:
@@ -271,7 +271,7 @@ def _check_weights(weights, name) -> None:
         raise TypeError("np.cov needs fweights that are whole numbers")
 
 
-def _variables(m, rowvar, dtype, name):
+def _as_rows(m, rowvar, dtype, name):
     """Variables as rows."""
     if m.ndim > 2:
         raise ValueError(f"np.cov needs {name} of two dimensions at most, and got the shape {m.shape}")
@@ -285,15 +285,16 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
         raise ValueError(f"np.cov needs a ddof that is a whole number, and got {ddof}")
     parts = [array(part) for part in (m, y) if part is not None]
     dtype = dtype or np.result_type(*[part.dtype for part in parts], np.float64)
-    x = _variables(parts[0], rowvar, dtype, "m")
+    x = _as_rows(parts[0], rowvar, dtype, "m")
     if x.shape[0] == 0:
         return np.zeros_like(x, shape=(0, 0))
     if y is not None:
         single = np.atleast_2d(parts[1]).shape[0] == 1
-        x = np.concatenate([x, _variables(parts[1], rowvar or single, dtype, "y")])
+        x = np.concatenate([x, _as_rows(parts[1], rowvar or single, dtype, "y")])
     ddof = (0 if bias else 1) if ddof is None else ddof
     n: Any = x.shape[1]
-    weights = [_observed(w, n, name) for w, name in ((fweights, "fweights"), (aweights, "aweights")) if w is not None]
+    named = ((fweights, "fweights"), (aweights, "aweights"))
+    weights = [_checked_weights(w, n, name) for w, name in named if w is not None]
     if not weights:
         factor, deviation = n - ddof, x - np.mean(x, 1, keepdims=True)
         scaled = deviation
@@ -306,7 +307,7 @@ def cov(m, y=None, rowvar=True, bias=False, ddof=None, fweights=None, aweights=N
     if value_of(factor) <= 0:
         factor = 0.0
     product = deviation @ (np.conj(scaled.T) if np.iscomplexobj(x) else scaled.T)
-    # NumPy divides by a scalar of double precision, which a given dtype gives way to.
+    # NumPy divides by a float64 scalar, which does not promote the dtype.
     return np.squeeze(product * array(np.true_divide(1, factor)).astype(product.real.dtype))
 
 
@@ -321,7 +322,7 @@ def corrcoef(x, y=None, rowvar=True, *, dtype=None):
     return clipped + 1j * np.clip(np.imag(c), -1, 1) if np.iscomplexobj(c) else clipped
 
 
-# Histograms: which bin an entry falls into is constant, where the bins stand is not, nor what the entries weigh.
+# Histograms: the bin of an entry is constant; the edges and the weights have derivatives.
 
 
 @primitive(
@@ -329,7 +330,7 @@ def corrcoef(x, y=None, rowvar=True, *, dtype=None):
     lambda g, _ans, _low, _high, n, dtype: np.sum(g * (1 - _ramp(g, n))),
     lambda g, _ans, _low, _high, n, dtype: np.sum(g * _ramp(g, n)),
 )
-def _evenly(low, high, n, dtype):
+def _even_edges(low, high, n, dtype):
     return np.linspace(low, high, n + 1, dtype=dtype)
 
 
@@ -339,20 +340,20 @@ def _ramp(g, n):
 
 
 def _edges(a, bins, range, dtype):
-    """Where bins begin and end: NumPy tells how many they are, the least and the largest entry where."""
+    """The edges of bins: their number from NumPy, their range from the smallest and largest entry."""
     if np.ndim(bins) == 1:
         return devices.beside(array(bins), value_of(a))
-    count = settled(np.histogram_bin_edges, a, bins, range).shape[0] - 1
+    count = without_derivative(np.histogram_bin_edges, a, bins, range).shape[0] - 1
     low, high = range if range is not None else (np.min(a), np.max(a)) if np.size(a) else (0, 1)
     if value_of(low) == value_of(high):
         low, high = low - 0.5, high + 0.5
-    return devices.beside(_evenly(low, high, count, dtype), value_of(a))
+    return devices.beside(_even_edges(low, high, count, dtype), value_of(a))
 
 
 @composite(np.histogram_bin_edges, by_numpy=True)
 def histogram_bin_edges(a, bins: Any = 10, range=None, weights=None):
-    found = settled(np.histogram_bin_edges, a, bins, range, weights)
-    return _edges(array(a), bins, range, found.dtype)
+    numpy_result = without_derivative(np.histogram_bin_edges, a, bins, range, weights)
+    return _edges(array(a), bins, range, numpy_result.dtype)
 
 
 def _bins(columns, edges):
@@ -366,12 +367,12 @@ def _bins(columns, edges):
     return np.where(inside, flat, int(np.prod(sizes)))
 
 
-def _weighed(columns, edges, weights):
+def _weighted_counts(columns, edges, weights):
     """The sum of the weights in each bin."""
     sizes = tuple(e.shape[0] - 1 for e in edges)
     count = int(np.prod(sizes))
     exact = weights.astype(np.result_type(weights.dtype, np.float64))
-    return np.reshape(scatter_add(exact, (count + 1,), settled(_bins, columns, edges))[:count], sizes)
+    return np.reshape(scatter_add(exact, (count + 1,), without_derivative(_bins, columns, edges))[:count], sizes)
 
 
 def _traced(tree) -> bool:
@@ -380,14 +381,15 @@ def _traced(tree) -> bool:
 
 @composite(np.histogram, by_numpy=True)
 def histogram(a, bins: Any = 10, range=None, density=None, weights: Any = None):
-    """Constant in a but for the edges, where a tells them; linear in the weights."""
+    """Constant in a except for edges that depend on a; linear in the weights."""
     edges = np.histogram_bin_edges(a, bins, range, weights)
     if _traced(weights):
         if np.shape(weights) != np.shape(a):
             raise ValueError(f"np.histogram needs weights of the shape {np.shape(a)}, and got {np.shape(weights)}")
-        n = _weighed([np.ravel(array(a))], [edges], np.ravel(weights)).astype(weights.dtype)
+        n = _weighted_counts([np.ravel(array(a))], [edges], np.ravel(weights)).astype(weights.dtype)
     else:
-        n = settled(lambda *args: np.histogram(*args)[0], a, edges if find(edges, []) else bins, range, None, weights)
+        exact_bins = edges if find(edges, []) else bins
+        n = without_derivative(lambda *args: np.histogram(*args)[0], a, exact_bins, range, None, weights)
     return (n / np.diff(edges).astype(float) / np.sum(n) if density else n), edges
 
 
@@ -405,9 +407,9 @@ def histogramdd(sample, bins: Any = 10, range=None, density=None, weights=None):
         raise ValueError(f"np.histogramdd needs {len(columns)} ranges, and got {len(ranges)}")
     edges = [_edges(x, b, r, None) for x, b, r in zip(columns, bins, ranges, strict=True)]
     if _traced(weights):
-        n = _weighed(columns, edges, weights)
+        n = _weighted_counts(columns, edges, weights)
     else:
-        n = settled(lambda x, e, w: np.histogramdd(x, e, weights=w)[0], sample, edges, weights)
+        n = without_derivative(lambda x, e, w: np.histogramdd(x, e, weights=w)[0], sample, edges, weights)
     if density:
         total = np.sum(n)
         for i, e in enumerate(edges):
@@ -429,8 +431,8 @@ def histogram2d(x, y, bins: Any = 10, range=None, density=None, weights=None):
 @composite(np.bincount)
 def bincount(x, /, weights: Any = None, minlength=0):
     if np.size(x) == 0:
-        return settled(np.bincount, x, weights, minlength)
-    size = settled(np.bincount, x, None, minlength).shape[0]
+        return without_derivative(np.bincount, x, weights, minlength)
+    size = without_derivative(np.bincount, x, None, minlength).shape[0]
     if np.shape(weights) != np.shape(x):
         raise ValueError(f"np.bincount needs a weight per entry of x, and got {np.shape(weights)} for {np.shape(x)}")
     if weights.dtype.kind == "c":
@@ -462,7 +464,7 @@ def _axis_of(ufunc, method, x, axis) -> int:
     return axes[0]
 
 
-def _by(ufunc, function):
+def _reduce_by(ufunc, function):
     """`reduce` by a reduction that NumPy has as a function."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
@@ -472,7 +474,7 @@ def _by(ufunc, function):
     return reduce
 
 
-def _extreme(ufunc):
+def _extreme_reduce(ufunc):
     """`reduce` of fmax and fmin, which skip NaN."""
     name = f"np.{ufunc.__name__}.reduce"
     return primitive(name, share)(
@@ -487,8 +489,8 @@ def _no_identity(ufunc) -> Exception:
     )
 
 
-def _halved(ufunc):
-    """`reduce` of an associative ufunc, both halves together at once: log n steps, each stable as the ufunc is."""
+def _reduce_by_halves(ufunc):
+    """`reduce` of an associative ufunc by halves: log n steps, each as stable as the ufunc."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
         x = _cast(ufunc, array, dtype)
@@ -507,7 +509,7 @@ def _halved(ufunc):
     return reduce
 
 
-def _folded(ufunc):
+def _reduce_in_order(ufunc):
     """`reduce` of any ufunc: entry by entry."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
@@ -533,7 +535,7 @@ def _folded(ufunc):
     return reduce
 
 
-def _running(ufunc, along_column):
+def _accumulate_by(ufunc, along_column):
     """`accumulate` by a function of the array with the dimension in front."""
 
     def accumulate(array, axis=0, dtype=None, out=None):
@@ -544,14 +546,14 @@ def _running(ufunc, along_column):
     return accumulate
 
 
-def _one_by_one(ufunc, column):
+def _accumulate_in_order(ufunc, column):
     totals = [column[0]]
     for i in range(1, len(column)):
         totals.append(ufunc(totals[-1], column[i]))
     return np.stack(totals)
 
 
-def _doubled(ufunc, column):
+def _accumulate_by_doubling(ufunc, column):
     """The running result of an associative ufunc: after step s each entry has what the s before it have."""
     step = 1
     while step < len(column):
@@ -560,8 +562,8 @@ def _doubled(ufunc, column):
     return column
 
 
-def _record(ufunc):
-    """The running extreme: the cotangent belongs to the entry that is it, the first one of those that tie."""
+def _running_extreme(ufunc):
+    """The running extreme: the cotangent goes to the entry that attains it, the first of those that tie."""
 
     def pull(g, ans, _x):
         rank = np.reshape(np.arange(len(ans)), (-1,) + (1,) * (ans.ndim - 1))
@@ -584,7 +586,7 @@ def _parts(indices, n, name):
 
 
 def _sums_at(g, _ans, _x, indices, axis):
-    """Each entry gets the cotangents of the parts that it stands in."""
+    """Each entry gets the cotangents of the parts that contain it."""
     parts = _parts(indices, _x.shape[axis], "add")
     entries = np.concatenate([np.arange(i, j) for i, j in parts] or [np.arange(0)])
     numbers = np.repeat(np.arange(len(parts)), [j - i for i, j in parts])
@@ -594,7 +596,7 @@ def _sums_at(g, _ans, _x, indices, axis):
 _add_at = primitive("np.add.reduceat", _sums_at)(np.add.reduceat)
 
 
-def _at_parts(ufunc):
+def _reduceat_by_parts(ufunc):
     """`reduceat` by a reduce of each part."""
 
     def reduceat(array, indices, axis=0, dtype=None, out=None):
@@ -618,29 +620,29 @@ def _outer(ufunc):
     return outer
 
 
-_in_other_order = (np.logaddexp, np.logaddexp2, np.hypot)
-"""The ufuncs whose entries are brought together in another order than NumPy's, which gives the values. Folds of others
-go in NumPy's order; NumPy's own reduce of np.power and np.arctan2 is wrong where its loops are of AVX512."""
+_REORDERED = (np.logaddexp, np.logaddexp2, np.hypot)
+"""The ufuncs that are reduced in another order than NumPy's; NumPy gives their values. The others follow NumPy's order.
+NumPy's own reduce of np.power and np.arctan2 is wrong where its loops use AVX512."""
 
-_reductions = {
-    np.add: _by(np.add, np.sum),
-    np.multiply: _by(np.multiply, np.prod),
-    np.maximum: _by(np.maximum, np.max),
-    np.minimum: _by(np.minimum, np.min),
-    np.fmax: _by(np.fmax, _extreme(np.fmax)),
-    np.fmin: _by(np.fmin, _extreme(np.fmin)),
-    **{ufunc: _halved(ufunc) for ufunc in _in_other_order},
+_REDUCE = {
+    np.add: _reduce_by(np.add, np.sum),
+    np.multiply: _reduce_by(np.multiply, np.prod),
+    np.maximum: _reduce_by(np.maximum, np.max),
+    np.minimum: _reduce_by(np.minimum, np.min),
+    np.fmax: _reduce_by(np.fmax, _extreme_reduce(np.fmax)),
+    np.fmin: _reduce_by(np.fmin, _extreme_reduce(np.fmin)),
+    **{ufunc: _reduce_by_halves(ufunc) for ufunc in _REORDERED},
 }
 
-_columns = {
+_ACCUMULATE = {
     np.add: functools.partial(np.cumsum, axis=0),
     np.multiply: functools.partial(np.cumprod, axis=0),
-    **{ufunc: _record(ufunc) for ufunc in (np.maximum, np.minimum, np.fmax, np.fmin)},
-    **{ufunc: functools.partial(_doubled, ufunc) for ufunc in _in_other_order},
+    **{ufunc: _running_extreme(ufunc) for ufunc in (np.maximum, np.minimum, np.fmax, np.fmin)},
+    **{ufunc: functools.partial(_accumulate_by_doubling, ufunc) for ufunc in _REORDERED},
 }
 
 
-_updates = {
+_AT_METHODS = {
     np.add: "add(v)",
     np.subtract: "subtract(v)",
     np.multiply: "multiply(v)",
@@ -660,22 +662,23 @@ def declare(ufunc) -> None:
         return
     if ufunc.nout == 1 and ufunc not in passives:
         apply = f"apply({name_of(ufunc)})"
-        update = apply if ufunc.nin == 1 else _updates.get(ufunc) or f"set({name_of(ufunc)}(x[i], v))"
+        update = apply if ufunc.nin == 1 else _AT_METHODS.get(ufunc) or f"set({name_of(ufunc)}(x[i], v))"
         refused(Method((ufunc, "at")), instead=f"x = spmd.at(x)[i].{update}", writes=True)
     if ufunc.nin != 2:
         return
-    own: dict[str, Callable] = {"outer": _outer(ufunc)}
+    methods: dict[str, Callable] = {"outer": _outer(ufunc)}
     if ufunc.nout == 1:
-        own["reduce"] = _reductions.get(ufunc) or _folded(ufunc)
-        own["accumulate"] = _running(ufunc, _columns.get(ufunc) or functools.partial(_one_by_one, ufunc))
-        own["reduceat"] = _at_parts(ufunc)
-    for method, fun in own.items():
+        methods["reduce"] = _REDUCE.get(ufunc) or _reduce_in_order(ufunc)
+        accumulate = _ACCUMULATE.get(ufunc) or functools.partial(_accumulate_in_order, ufunc)
+        methods["accumulate"] = _accumulate_by(ufunc, accumulate)
+        methods["reduceat"] = _reduceat_by_parts(ufunc)
+    for method, fun in methods.items():
         if ufunc in constants:
             constant(Method((ufunc, method)))
         elif ufunc in refusals:
             refused(Method((ufunc, method)), instead=refusals[ufunc])
         elif ufunc in handlers:
-            composite(Method((ufunc, method)), by_numpy=ufunc in _in_other_order and method != "outer")(fun)
+            composite(Method((ufunc, method)), by_numpy=ufunc in _REORDERED and method != "outer")(fun)
 
 
 method_rules.append(declare)

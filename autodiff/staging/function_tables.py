@@ -13,7 +13,7 @@ def refuse(where: str, x: Any, mend: str) -> JitError:
     return JitError.at(
         where,
         got=f"{describe(x)}, within spmd.jit",
-        need="a program that does not depend on the values of arrays: it is written down once, and done again with "
+        need="a program that does not depend on the values of arrays: it is recorded once, and run again with "
         "other values",
         mend=mend,
     )
@@ -21,7 +21,7 @@ def refuse(where: str, x: Any, mend: str) -> JitError:
 
 NO_NUMBER = "np.where in place of `if`; an argument with the spec None is part of the program; or leave spmd.jit out"
 STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
-"""Functions that tell about arrays what is alike each time."""
+"""Functions whose results are the same in every run."""
 BY_VALUE = {
     *(np.nonzero, np.flatnonzero, np.argwhere, np.extract, np.compress, np.unique, np.union1d, np.intersect1d),
     *(np.setdiff1d, np.setxor1d, np.trim_zeros, np.bincount, np.unique_all, np.unique_counts, np.unique_inverse),
@@ -29,8 +29,8 @@ BY_VALUE = {
 }
 """Functions whose results may have shapes that depend on values."""
 IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
-BARE = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
+RAW = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
 PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
-"""Functions whose results are never views of their arguments; so are those of ufuncs and kernels."""
-TOLD = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
-"""What an array tells about itself that is no array."""
+"""Functions whose results are never views of their arguments. The same holds for ufuncs and kernels."""
+METADATA = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
+"""Attributes of an array that are no arrays."""

@@ -15,14 +15,14 @@ import numpy as np
 
 from spmd.autodiff.allocation import product
 
-__all__ = ["COMM", "Built", "Like", "Line", "Ref", "done", "mapped", "refs", "within"]
+__all__ = ["COMM", "Built", "Line", "Ref", "ValueInfo", "collect", "execute", "mapped", "refs"]
 
-LARGE = 1 << 16
-"""Bytes from which memory of an operand that nobody needs any more is worth being written over."""
+REUSE_MIN = 1 << 16
+"""Bytes above which a result is written into the memory of an operand that is no longer needed."""
 
 
 class Ref:
-    """A value in a line of a program: by its number."""
+    """A value in a line of a program, by its number."""
 
     __slots__ = ("index",)
 
@@ -30,24 +30,21 @@ class Ref:
         self.index = index
 
 
-def within(tree: Any, kind: type, into: list[Any] | None = None) -> list[Any]:
-    """What is of a class in nested tuples, lists, dicts and slices."""
-    found: list[Any] = [] if into is None else into
+def collect(tree: Any, kind: type) -> list[Any]:
+    """The instances of a class in nested tuples, lists, dicts and slices."""
     if isinstance(tree, kind):
-        found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for t in tree:
-            within(t, kind, found)
-    elif isinstance(tree, dict):
-        for t in tree.values():
-            within(t, kind, found)
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
     elif isinstance(tree, slice):
-        within((tree.start, tree.stop, tree.step), kind, found)
-    return found
+        tree = (tree.start, tree.stop, tree.step)
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [x for t in tree for x in collect(t, kind)]
 
 
 def mapped(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """Nested tuples, lists, dicts and slices with f of what is in them."""
+    """Nested tuples, lists, dicts and slices with f applied to their entries."""
     if isinstance(tree, tuple | list):
         kind, parts = type(tree), [mapped(t, f) for t in tree]
         return kind(*parts) if hasattr(tree, "_fields") else kind(parts)  # pyright: ignore[reportCallIssue]
@@ -60,11 +57,11 @@ def mapped(tree: Any, f: Callable[[Any], Any]) -> Any:
 
 def refs(tree: Any) -> list[int]:
     """The numbers of the values in nested tuples, lists, dicts and slices."""
-    return [r.index for r in within(tree, Ref)]
+    return [r.index for r in collect(tree, Ref)]
 
 
 class _Comm:
-    """Among the arguments of a line: the communicator of the worker that does it."""
+    """An argument of a line: the communicator of the worker that runs it."""
 
     def __repr__(self) -> str:
         return "comm"
@@ -74,12 +71,18 @@ COMM = _Comm()
 
 
 class Line(NamedTuple):
-    """One call. form: "call", "method", "attribute", "item" or "put". used: the numbers of the values in its arguments.
-    parts: where in the result values lie, and their numbers. effect: it is done even if nobody takes the result.
+    """One call.
+
+    form: "call", "method", "attribute", "item" or "put".
+    used: the numbers of the values in its arguments.
+    parts: of each value in the result its path and its number.
+    effect: the line runs even if its result is not used.
     writes: it writes into its first argument, or into out.
-    fresh: the result is an array of its own. gives: the last argument is a list of values, which are let go of before
-    the call where nobody else needs them. errors: how NumPy treats errors there, where that differs. place: whose line
-    of the user's it is."""
+    fresh: the result is a new array, no view.
+    donates: the last argument is a list of values; those not used later are released before the call.
+    errors: the np.errstate of the call, if it differs.
+    place: the line of the user's code.
+    """
 
     form: str
     fun: Any
@@ -90,18 +93,18 @@ class Line(NamedTuple):
     effect: bool
     writes: bool
     fresh: bool
-    gives: bool
+    donates: bool
     errors: Any
     place: str
 
     @property
-    def made(self) -> int | None:
-        """The number of the result, if it is one value."""
+    def result(self) -> int | None:
+        """The number of the result if that is one value."""
         return self.parts[0][1] if len(self.parts) == 1 and not self.parts[0][0] else None
 
 
-class Like(NamedTuple):
-    """What is known of a value each time."""
+class ValueInfo(NamedTuple):
+    """What a value has in every run."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -110,61 +113,61 @@ class Like(NamedTuple):
     array: bool
 
 
-_REDUCED = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
-_OVER = {"activate_vjp": 0}
-"""Kernels that take, after their other arguments, an array to write the result to, and which argument that may be."""
+_UFUNCS_OF_REDUCTIONS = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
+_OUT_ARGUMENTS = {"activate_vjp": 0}
+"""Kernels that take an output array as their last argument, and which argument may be that array."""
 _numbers = itertools.count(1)
 
 
 class Built:
-    """A program that runs: `built.run(comm, [*inputs])` is the list of its results. text: what it does, as Python.
+    """A program that runs: `built.run(comm, [*inputs])` is the list of its results. text: its Python source.
 
-    likes: what is known of each value. small: those that are alike each time. inputs: the numbers of the arguments.
-    outputs: what it gives: values as `Ref`, anything else as it is.
+    likes: the `ValueInfo` of each value. small: values that are constants. inputs: the numbers of the arguments.
+    outputs: the results: a `Ref` for a value, anything else unchanged.
     """
 
     def __init__(
         self,
         lines: list[Line],
-        likes: Sequence[Like | None],
+        likes: Sequence[ValueInfo | None],
         small: Mapping[int, Any],
         inputs: Sequence[int],
         outputs: Sequence[Any],
         name: str,
     ):
         self._likes = likes
-        self._kept = {*refs(list(outputs))}
-        self._names: dict[str, Any] = {}
+        self._outputs = {*refs(list(outputs))}
+        self._constants: dict[str, Any] = {}
         self._named: dict[int, str] = {}
-        lines = self._needed(_with_constants(lines, small, likes, self._kept))
+        lines = self._live_lines(_with_constants(lines, small, likes, self._outputs))
         last = {i: k for k, line in enumerate(lines) for i in [*line.used, *(i for _, i in line.parts)]}
-        over = self._written_over(lines, {*inputs} | self._kept, last)
+        over = self._reusable(lines, {*inputs} | self._outputs, last)
         text = ["def program(comm, given):"]
         if inputs:
             text += [f"    {', '.join(f'v{i}' for i in inputs)}{',' * (len(inputs) == 1)} = given", "    given.clear()"]
         for k, line in enumerate(lines):
             text += [f"    {row}" for row in self._rows(line, k, last, over.get(k))]
-        text.append(f"    return [{', '.join(self._said(x) for x in outputs)}]")
+        text.append(f"    return [{', '.join(self._source(x) for x in outputs)}]")
         self.text = "\n".join(text) + "\n"
         file = f"<spmd.jit of {_in_one_line(name)}, {next(_numbers)}>"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)
-        names = dict(self._names)
+        names = dict(self._constants)
         exec(compile(self.text, file, "exec"), names)
         self.run: Callable[[Any, list[Any]], list[Any]] = names["program"]
 
-    def _needed(self, lines: list[Line]) -> list[Line]:
-        """The lines whose results somebody takes, or that have an effect."""
-        wanted, needed = set(self._kept), []
+    def _live_lines(self, lines: list[Line]) -> list[Line]:
+        """The lines whose results are used, or that have an effect."""
+        wanted, needed = set(self._outputs), []
         for line in reversed(lines):
             if line.effect or any(i in wanted for _, i in line.parts):
                 wanted.update(line.used)
                 needed.append(line)
         return needed[::-1]
 
-    def _written_over(self, lines: list[Line], shared: set[int], last: dict[int, int]) -> dict[int, Ref]:
-        """By line, the argument that its result may be written over: a large array that a line has made, of which there
-        are no views, and that nobody needs any more. shared: values that are others' too."""
+    def _reusable(self, lines: list[Line], shared: set[int], last: dict[int, int]) -> dict[int, Ref]:
+        """By line, the argument into whose memory the result may be written: a large new array of an earlier line,
+        without views and not used later. shared: values to which there are references outside of the program."""
         fresh: set[int] = set()
         for line in lines:
             if line.fresh:
@@ -172,12 +175,12 @@ class Built:
             else:
                 shared.update(line.used)
         fresh -= shared
-        found = {}
+        reusable = {}
         for k, line in enumerate(lines):
-            made = line.made
-            if not line.fresh or made is None or line.kwargs:
+            result = line.result
+            if not line.fresh or result is None or line.kwargs:
                 continue
-            kernel = _OVER.get(getattr(line.fun, "__name__", ""))
+            kernel = _OUT_ARGUMENTS.get(getattr(line.fun, "__name__", ""))
             if isinstance(line.fun, np.ufunc) and line.fun is not np.matmul:
                 candidates = line.args
             elif kernel is not None:
@@ -187,25 +190,25 @@ class Built:
             for a in candidates:
                 if type(a) is Ref and a.index in fresh and last[a.index] == k:
                     like, once = self._likes[a.index], kernel is None or line.used.count(a.index) == 1
-                    if once and like is not None and like == self._likes[made] and like[2] and like[3] > LARGE:
-                        found[k] = a
+                    if once and like is not None and like == self._likes[result] and like[2] and like[3] > REUSE_MIN:
+                        reusable[k] = a
                         break
-        return found
+        return reusable
 
     # Text
 
     def _rows(self, line: Line, k: int, last: dict[int, int], over: Ref | None) -> list[str]:
-        """A line as Python, and what is let go of after it."""
-        gone = {i for i in line.used if last[i] == k} - self._kept
-        dead = {i for _, i in line.parts if last[i] == k} - self._kept
+        """The Python source of a line, and the `del` of values that are not used later."""
+        dead_operands = {i for i in line.used if last[i] == k} - self._outputs
+        dead_results = {i for _, i in line.parts if last[i] == k} - self._outputs
         note, rows, args = f"  # {_in_one_line(line.place)}" if line.place else "", [], line.args
-        if line.gives:
-            rows.append(f"given = {self._said(args[-1])}")
-            if gone:
-                rows.append(f"del {_names(gone)}")
-            call, gone = self._call(line, [*map(self._said, args[:-1]), "given"], over), set()
+        if line.donates:
+            rows.append(f"given = {self._source(args[-1])}")
+            if dead_operands:
+                rows.append(f"del {_joined_names(dead_operands)}")
+            call, dead_operands = self._call(line, [*map(self._source, args[:-1]), "given"], over), set()
         else:
-            call = self._call(line, [*map(self._said, args)], over)
+            call = self._call(line, [*map(self._source, args)], over)
         if line.parts and not line.parts[0][0]:
             call = f"v{line.parts[0][1]} = {call}"
         elif line.parts:
@@ -216,15 +219,15 @@ class Built:
         else:
             rows.append(call + note)
         if line.parts and line.parts[0][0]:
-            rows += [f"v{i} = found{''.join(f'[{j}]' for j in at)}" for at, i in line.parts if i not in dead]
+            rows += [f"v{i} = found{''.join(f'[{j}]' for j in at)}" for at, i in line.parts if i not in dead_results]
             rows.append("del found")
-            dead = set()
-        if line.gives:
+            dead_results = set()
+        if line.donates:
             rows.append("del given")
-        return [*rows, f"del {_names(gone | dead)}"] if gone | dead else rows
+        return [*rows, f"del {_joined_names(dead_operands | dead_results)}"] if dead_operands | dead_results else rows
 
     def _call(self, line: Line, args: list[str], over: Ref | None) -> str:
-        options = [f"{k}={self._said(v)}" for k, v in line.kwargs.items()]
+        options = [f"{k}={self._source(v)}" for k, v in line.kwargs.items()]
         match line.form:
             case "attribute":
                 return f"{args[0]}.{line.fun}"
@@ -234,124 +237,127 @@ class Built:
                 return f"{args[0]}[{self._index(line.args[1])}]"
             case "put":
                 return f"{args[0]}[{self._index(line.args[1])}] = {args[2]}"
-        if line.fun is np.expand_dims and not options and self._at_an_end(line.args):
+        if line.fun is np.expand_dims and not options and self._is_edge_axis(line.args):
             return f"{args[0]}[{'..., ' if line.args[1] else ''}None]"  # a tenth of the time
         fun = self._fun(line)
         if over is not None:
-            options.append(f"out={self._said(over)}" if isinstance(fun, np.ufunc) else self._said(over))
+            options.append(f"out={self._source(over)}" if isinstance(fun, np.ufunc) else self._source(over))
         name = str(getattr(fun, "__name__", type(fun).__name__))
         if isinstance(owner := getattr(fun, "__self__", None), np.ufunc):
             name = f"{owner.__name__}_{name}"
         return f"{self._name(fun, name)}({', '.join(args + options)})"
 
-    def _at_an_end(self, args: tuple[Any, ...]) -> bool:
-        """Whether these are an array and a number that says its first dimension, or behind its last one."""
+    def _is_edge_axis(self, args: tuple[Any, ...]) -> bool:
+        """Whether these are an array and 0 or -1: a new first or last dimension."""
         x, *axes = args
         like = self._likes[x.index] if type(x) is Ref else None
         return like is not None and like.array and [*map(type, axes)] == [int] and axes[0] in (-1, 0)
 
     def _fun(self, line: Line) -> Any:
-        """The function, or one that is sooner there for these arguments."""
-        fun, made = line.fun, line.made
+        """The function, or a faster one for these arguments."""
+        fun, result = line.fun, line.result
         if fun is np.matmul and not line.kwargs:
-            like = None if made is None else self._likes[made]
-            return np.matmul if like is not None and like.nbytes <= LARGE else product
-        if fun in _REDUCED and line.args and type(line.args[0]) is Ref:
+            like = None if result is None else self._likes[result]
+            return np.matmul if like is not None and like.nbytes <= REUSE_MIN else product
+        if fun in _UFUNCS_OF_REDUCTIONS and line.args and type(line.args[0]) is Ref:
             like = self._likes[line.args[0].index]
             if like is not None and like.array and len(line.args) == 1 and line.kwargs.keys() == {"axis"}:
-                return _REDUCED[fun].reduce
+                return _UFUNCS_OF_REDUCTIONS[fun].reduce
         return fun
 
-    def _name(self, x: Any, wish: str) -> str:
-        """The name of a constant."""
+    def _name(self, x: Any, wanted: str) -> str:
+        """The name of a constant in the source."""
         name = self._named.get(id(x))
         if name is None:
-            wish = "".join(c if c.isascii() and c.isalnum() else "_" for c in wish).strip("_") or "constant"
-            wish = f"_{wish}" if wish[0].isdigit() or keyword.iskeyword(wish) or _TAKEN.fullmatch(wish) else wish
-            name = next(n for k in itertools.count(1) if (n := f"{wish}_{k}" if k > 1 else wish) not in self._names)
+            wanted = "".join(c if c.isascii() and c.isalnum() else "_" for c in wanted).strip("_") or "constant"
+            if wanted[0].isdigit() or keyword.iskeyword(wanted) or _RESERVED.fullmatch(wanted):
+                wanted = f"_{wanted}"
+            suffixed = itertools.chain([wanted], (f"{wanted}_{k}" for k in itertools.count(2)))
+            name = next(n for n in suffixed if n not in self._constants)
             self._named[id(x)] = name
-            self._names[name] = x
+            self._constants[name] = x
         return name
 
-    def _said(self, a: Any) -> str:
-        """An argument as Python."""
+    def _source(self, a: Any) -> str:
+        """The Python source of an argument."""
         if type(a) is Ref:
             return f"v{a.index}"
         if a is COMM:
             return "comm"
-        if _plain(a):
+        if _is_literal(a):
             return "..." if a is Ellipsis else repr(a)
-        within = bool(refs(a))
-        if type(a) is tuple and (within or all(map(_plain, a))):
-            return f"({', '.join(map(self._said, a))}{',' * (len(a) == 1)})"
+        has_refs = bool(refs(a))
+        if type(a) is tuple and (has_refs or all(map(_is_literal, a))):
+            return f"({', '.join(map(self._source, a))}{',' * (len(a) == 1)})"
         if type(a) is slice:
-            return f"slice({self._said(a.start)}, {self._said(a.stop)}, {self._said(a.step)})"
-        if type(a) is list and within:
-            return f"[{', '.join(map(self._said, a))}]"
-        if type(a) is dict and within:
-            return f"{{{', '.join(f'{k!r}: {self._said(v)}' for k, v in a.items())}}}"
-        if within:  # a tuple of a class of its own
-            return f"{self._name(type(a), type(a).__name__)}({', '.join(map(self._said, a))})"
+            return f"slice({self._source(a.start)}, {self._source(a.stop)}, {self._source(a.step)})"
+        if type(a) is list and has_refs:
+            return f"[{', '.join(map(self._source, a))}]"
+        if type(a) is dict and has_refs:
+            return f"{{{', '.join(f'{k!r}: {self._source(v)}' for k, v in a.items())}}}"
+        if has_refs:  # a named tuple
+            return f"{self._name(type(a), type(a).__name__)}({', '.join(map(self._source, a))})"
         return self._name(a, str(getattr(a, "__name__", type(a).__name__)))
 
     def _index(self, a: Any) -> str:
         if type(a) is slice and a.step is None:
-            return f"{'' if a.start is None else self._said(a.start)}:{'' if a.stop is None else self._said(a.stop)}"
+            return ":".join("" if end is None else self._source(end) for end in (a.start, a.stop))
         if type(a) is tuple and a:
             return ", ".join(map(self._index, a)) + "," * (len(a) == 1)
-        return self._said(a)
+        return self._source(a)
 
 
-_TAKEN = re.compile(r"comm|given|found|program|slice|v\d+")
+_RESERVED = re.compile(r"comm|given|found|program|slice|v\d+")
 
 
 def _in_one_line(text: str) -> str:
-    """A name or a place of the user's, as a comment or a file's name may hold it: they may have any character."""
+    """A name or a place of the user's without unprintable characters, for a comment or the name of a file."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _names(numbers: Iterable[int]) -> str:
+def _joined_names(numbers: Iterable[int]) -> str:
     return ", ".join(f"v{i}" for i in sorted(numbers))
 
 
-def _plain(a: Any) -> bool:
-    """Whether an argument is what its text says."""
+def _is_literal(a: Any) -> bool:
+    """Whether the repr of an argument is its source."""
     return a is None or a is Ellipsis or type(a) in (int, bool, str) or (type(a) is float and math.isfinite(a))
 
 
-_SMALL = 1 << 10
-"""Bytes up to which what is alike each time is kept."""
+CONSTANT_MAX = 1 << 10
+"""Bytes up to which a constant result is stored in the program."""
 
 
 def _with_constants(
-    lines: list[Line], small: Mapping[int, Any], likes: Sequence[Like | None], outputs: set[int]
+    lines: list[Line], small: Mapping[int, Any], likes: Sequence[ValueInfo | None], outputs: set[int]
 ) -> list[Line]:
-    """The lines without those that give something small that is alike each time, which stands in their place. Where
-    some lines write to arrays, it is not what might be seen through a view."""
+    """The lines without those whose result is a small constant; the constant takes their place.
+
+    If some lines write to arrays, values of which there are views are no constants."""
     writes = any(line.writes for line in lines)
     viewed = {i for line in lines if not line.fresh for i in line.used} if writes else set[int]()
     fixed = {i: x for i, x in small.items() if i not in outputs | viewed}
-    found = []
+    remaining = []
     for line in lines:
         if any(i in fixed for i in line.used):
             args, kwargs = (mapped(t, lambda a: _constant(a, fixed)) for t in (line.args, line.kwargs))
             line = line._replace(args=args, kwargs=kwargs, used=refs((args, kwargs)))
-            made = line.made
-            like = None if made is None else likes[made]
+            result = line.result
+            like = None if result is None else likes[result]
             alike = not line.used and not line.effect and line.errors is None and (line.fresh or not writes)
-            if alike and like is not None and like.nbytes <= _SMALL and made not in outputs | viewed:
-                fixed[made] = done(line.form, line.fun, args, kwargs)  # type: ignore[index]
+            if alike and like is not None and like.nbytes <= CONSTANT_MAX and result not in outputs | viewed:
+                fixed[result] = execute(line.form, line.fun, args, kwargs)  # type: ignore[index]
                 continue
-        found.append(line)
-    return found
+        remaining.append(line)
+    return remaining
 
 
 def _constant(a: Any, fixed: Mapping[int, Any]) -> Any:
     return fixed.get(a.index, a) if type(a) is Ref else a
 
 
-def done(form: str, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a line does, with values in the place of their numbers."""
+def execute(form: str, fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a line on values."""
     if form == "method":
         return getattr(args[0], fun)(*args[1:], **kwargs)
     return getattr(args[0], fun) if form == "attribute" else fun(*args, **kwargs)

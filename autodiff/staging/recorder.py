@@ -1,10 +1,10 @@
-"""Record a program: what a function did with its arrays, call by call, to be done again with other arrays.
+"""Record a program: the array operations of a function, to be run again with other arrays.
 
-A `Slot` stands for an array. It has the value that the array has while the program is written down, and takes part in
-NumPy's functions, operators and methods as the array would; each of these calls becomes a line of the `Program`. What
-the function does besides, its own Python, its tapes and its checks, leaves no line: a program does none of it again.
+A `Slot` stands for an array while a program is recorded, and has its value. NumPy's functions, operators and methods
+take it as they take an array; each of these calls becomes a line of the `Program`. The rest of the function, its own
+Python, its tapes and its checks, leaves no line and does not run again.
 
-A value leaves its slot for nothing that could decide which lines come next: an `if` on a slot is refused.
+A slot gives its value to nothing that could change which lines follow: an `if` on a slot raises.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.primitive import constants, passives, primitives
-from spmd.autodiff.staging.function_tables import BARE, BY_VALUE, IN_PLACE, NO_NUMBER, PLAIN, STATIC, TOLD, refuse
-from spmd.autodiff.staging.program import COMM, Built, Like, Line, Ref, done, mapped, refs, within
+from spmd.autodiff.staging.function_tables import BY_VALUE, IN_PLACE, METADATA, NO_NUMBER, PLAIN, RAW, STATIC, refuse
+from spmd.autodiff.staging.program import COMM, Built, Line, Ref, ValueInfo, collect, execute, mapped, refs
 from spmd.errors import JitError, MissingMethodError, caller
 
-__all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "slot_of", "slots", "whole_line"]
-NOTHING: dict[str, Any] = {}
+__all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "opaque_line", "slot_of", "slots"]
+NO_KWARGS: dict[str, Any] = {}
 
 
 class _Recorded:
-    """What stands for a value of a program while it is written down."""
+    """A stand-in for a value while a program is recorded."""
 
     __slots__ = ("index", "program", "value")
     __array_priority__ = 900.0
@@ -38,50 +38,50 @@ class _Recorded:
         self.index = index
         self.value: Any = value
 
-    def _no(self, where: str, mend: str = "") -> Exception:
-        error = self._refused(where, mend or NO_NUMBER)
-        error.looked = True
+    def _value_error(self, where: str, mend: str = "") -> Exception:
+        error = self._refuse(where, mend or NO_NUMBER)
+        error.reads_value = True
         return error
 
-    def _refused(self, where: str, mend: str) -> JitError:
-        """An error that a program cannot go on after, whoever catches it."""
+    def _refuse(self, where: str, mend: str) -> JitError:
+        """An error that ends the recording, even if the body catches it."""
         self.program.failed = error = refuse(where, self, mend)
         return error
 
     def __bool__(self) -> bool:
-        raise self._no("bool(), as `if` calls it")
+        raise self._value_error("bool(), as `if` calls it")
 
     def __int__(self) -> int:
-        raise self._no("int()")
+        raise self._value_error("int()")
 
     def __float__(self) -> float:
-        raise self._no("float()")
+        raise self._value_error("float()")
 
     def __complex__(self) -> complex:
-        raise self._no("complex()")
+        raise self._value_error("complex()")
 
     def __index__(self) -> int:
-        raise self._no("index(), as range(x) and list[x] call it")
+        raise self._value_error("index(), as range(x) and list[x] call it")
 
     def item(self, *args: Any) -> Any:
-        raise self._no("x.item")
+        raise self._value_error("x.item")
 
     def tolist(self) -> Any:
-        raise self._no("x.tolist")
+        raise self._value_error("x.tolist")
 
     def __format__(self, spec: str) -> str:
         return repr(self) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        raise self._no("np.asarray, or a function that calls it", "functions of NumPy on the array itself")
+        raise self._value_error("np.asarray, or a function that calls it", "functions of NumPy on the array itself")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(not _known(x) for x in inputs):
+        if any(not _is_operand(x) for x in inputs):
             return NotImplemented
         fun = ufunc if method == "__call__" else getattr(ufunc, method)
         writes = any(type(o) is Slot for o in kwargs.get("out", ())) or method == "at"
         if any(o is not None and type(o) is not Slot for o in kwargs.get("out", ())):
-            raise self._refused(f"np.{ufunc.__name__}", "no out=: use the result")
+            raise self._refuse(f"np.{ufunc.__name__}", "no out=: use the result")
         return self.program.call(fun, inputs, kwargs, writes=writes, fresh=not writes)
 
     def __array_function__(self, fun: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -91,29 +91,28 @@ class _Recorded:
             return fun(*bared(args), **bared(kwargs))
         if not slots((args, kwargs)):  # this array came by like=
             return self.program.call(fun, args, kwargs, fresh=True)
-        if fun in BY_VALUE and (_moves(fun, args, kwargs)):
+        if fun in BY_VALUE and (_shape_depends_on_values(fun, args, kwargs)):
             mend = "a function whose result has one shape whatever the values are"
-            raise self._refused(f"np.{fun.__name__}", mend)
+            raise self._refuse(f"np.{fun.__name__}", mend)
         if fun is np.where and len(args) == 1:
-            raise self._refused("np.where of one argument", "np.where(mask, x, other)")
+            raise self._refuse("np.where of one argument", "np.where(mask, x, other)")
         if fun is np.reshape and len(args) == 2 and not kwargs and args[1] == args[0].shape:
             return args[0]
         writes = fun in (np.copyto, np.put, np.place, np.putmask, np.fill_diagonal, np.put_along_axis)
         if (out := kwargs.get("out")) is not None:
             if type(out) is not Slot:
-                raise self._refused(f"np.{fun.__name__}", "no out=: use the result")
+                raise self._refuse(f"np.{fun.__name__}", "no out=: use the result")
             writes = True
         prim = primitives.get(fun)
-        known = fun in constants or prim is not None
+        has_rule = fun in constants or prim is not None
         arrays = 1 if prim is None else len(prim.rules) if prim.variadic is None else len(args)
-        if not writes and (not known or slots((args[arrays:], kwargs))):
-            return whole_line(fun, args, kwargs)  # whose results may have other shapes then
+        if not writes and (not has_rule or slots((args[arrays:], kwargs))):
+            return opaque_line(fun, args, kwargs)  # whose results may have other shapes then
         return self.program.call(fun, args, kwargs, writes=writes, fresh=fun in PLAIN and not writes)
 
 
-def _moves(fun: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the shape of the result of such a function depends on values here: not where what says where to cut, or
-    how often, is no slot."""
+def _shape_depends_on_values(fun: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the shape of the result depends on values: not if the positions or the counts are no slots."""
     if fun in (np.array_split, np.split, np.delete, np.repeat):
         return any(slots(a) for a in args[1:]) or bool(slots(kwargs))
     if fun is np.insert:
@@ -121,20 +120,20 @@ def _moves(fun: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _known(x: Any) -> bool:
+def _is_operand(x: Any) -> bool:
     return isinstance(x, _Recorded | np.ndarray | np.generic | bool | int | float | complex | list | tuple) or (
         type(x).__module__.partition(".")[0] == "cupy"
     )
 
 
 class Number(_Recorded):
-    """A number of Python that may be another one each time: as such, it takes the dtype of what it meets."""
+    """A Python number that may differ from run to run; weakly typed, as Python numbers are."""
 
     __slots__ = ()
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """What isinstance goes by."""
+        """The type that isinstance sees."""
         return type(self.value)
 
     @property
@@ -149,19 +148,19 @@ class Number(_Recorded):
         return self.program.call("conjugate", (self,), form="method")
 
     def is_integer(self) -> bool:
-        raise self._no("x.is_integer")
+        raise self._value_error("x.is_integer")
 
     def __round__(self, digits: int | None = None) -> Any:
-        raise self._no("round()")
+        raise self._value_error("round()")
 
     def __trunc__(self) -> int:
-        raise self._no("math.trunc()")
+        raise self._value_error("math.trunc()")
 
     def __floor__(self) -> int:
-        raise self._no("math.floor()")
+        raise self._value_error("math.floor()")
 
     def __ceil__(self) -> int:
-        raise self._no("math.ceil()")
+        raise self._value_error("math.ceil()")
 
     def __spmd_describe__(self) -> str:
         return f"a {type(self.value).__name__}"
@@ -171,7 +170,7 @@ class Number(_Recorded):
 
 
 class Slot(_Recorded):
-    """An array of a program while it is written down."""
+    """A stand-in for an array while a program is recorded."""
 
     __slots__ = ()
 
@@ -196,9 +195,9 @@ class Slot(_Recorded):
         return (self[i] for i in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
-        if name in TOLD:
+        if name in METADATA:
             return getattr(self.value, name)
-        if name in BARE:
+        if name in RAW:
             raise MissingMethodError(lambda: str(refuse(f"x.{name}", self, NO_NUMBER)))
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"an array has no attribute {name!r}")
@@ -207,21 +206,21 @@ class Slot(_Recorded):
 
         def method(*args: Any, **kwargs: Any) -> Any:
             if slots((args, kwargs)) and name not in IN_PLACE:
-                return whole_line(getattr(np.ndarray, name), (self, *args), kwargs)
+                return opaque_line(getattr(np.ndarray, name), (self, *args), kwargs)
             return self.program.call(name, (self, *args), kwargs, form="method", writes=name in IN_PLACE)
 
         return method
 
     def __getitem__(self, index: Any) -> Any:
         if any(s.dtype == bool for s in slots(index) if type(s) is Slot):
-            raise self._refused("x[mask]", "np.where(mask, x, other)")
+            raise self._refuse("x[mask]", "np.where(mask, x, other)")
         self._check_bounds(index)
         return self.program.call(operator.getitem, (self, index), form="item")
 
     def _check_bounds(self, index: Any) -> None:
         for part in index if isinstance(index, tuple) else (index,):
             if isinstance(part, slice) and slots(part):
-                raise self._refused(
+                raise self._refuse(
                     "x[start:stop]",
                     "a Python integer, by an argument with the spec None; or x[start + np.arange(n)], of one length",
                 )
@@ -232,16 +231,16 @@ class Slot(_Recorded):
 
 
 def _operators() -> None:
-    """Operators are NumPy's ufuncs."""
+    """Define the operators by NumPy's ufuncs."""
     pairs = "add subtract multiply true_divide:truediv floor_divide:floordiv remainder:mod power:pow matmul "
     pairs += "bitwise_and:and bitwise_or:or bitwise_xor:xor left_shift:lshift right_shift:rshift divmod"
 
     def binary(ufunc: Any, swapped: bool, as_python: Any = None) -> Any:
         def operate(self: Any, other: Any) -> Any:
-            if not _known(other):
+            if not _is_operand(other):
                 return NotImplemented
             pair = (other, self) if swapped else (self, other)
-            # Python's numbers stay such, NumPy's have ways of their own, and so have powers.
+            # Python's operator for numbers, which stay Python numbers, and for powers, which NumPy treats specially.
             if as_python is not None and (ufunc is np.power or type(self.value) is not np.ndarray):
                 return self.program.call(as_python, pair, fresh=True)
             return ufunc(*pair)
@@ -273,36 +272,36 @@ def is_slot(x: Any) -> bool:
 
 
 def slots(tree: Any) -> list[Any]:
-    """What stands for values in nested tuples, lists, dicts and slices."""
-    return within(tree, _Recorded)
+    """The stand-ins in nested tuples, lists, dicts and slices."""
+    return collect(tree, _Recorded)
 
 
 def slot_of(x: Any) -> Any:
-    """What stands for a value in the program that is written down; anything else as it is."""
+    """The value of a stand-in; anything else unchanged."""
     return x.value if isinstance(x, _Recorded) else x
 
 
 def bared(tree: Any) -> Any:
-    """Nested tuples, lists, dicts and slices with the values in the place of what stands for them."""
+    """Nested tuples, lists, dicts and slices with values in place of their stand-ins."""
     return mapped(tree, slot_of)
 
 
 def checked(check: Callable[..., None], x: Any, *more: Any) -> None:
-    """check(x, ...), a function that looks at the values of bare data, and raises: in a program, each time."""
+    """Run check(x, ...), which reads the values of bare data and raises; a program repeats it in every run."""
     if isinstance(x, _Recorded):
         x.program.call(check, (x, *more), effect=True)
     else:
         check(x, *more)
 
 
-def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NOTHING) -> Any:
-    """fun(*args, **kwargs), of bare data; in a program one line, however many calls it is."""
-    found = slots((args, kwargs))
-    return found[0].program.call(fun, args, kwargs) if found else fun(*args, **kwargs)
+def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NO_KWARGS) -> Any:
+    """fun(*args, **kwargs) of bare data, as one line of a program."""
+    stand_ins = slots((args, kwargs))
+    return stand_ins[0].program.call(fun, args, kwargs) if stand_ins else fun(*args, **kwargs)
 
 
-class _Whole:
-    """A function that looks at values. The program after it is for results of the shapes that it had."""
+class _Opaque:
+    """A function that reads values. It raises if its results have other shapes than when it was recorded."""
 
     def __init__(self, fun: Callable[..., Any]):
         self.fun = fun
@@ -311,48 +310,49 @@ class _Whole:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.fun(*args, **kwargs)
-        kinds = _kinds(result, [])
+        kinds = _shapes(result, [])
         if self.kinds is None:
             self.kinds = kinds
         elif kinds != self.kinds:
             raise JitError.at(
                 f"{self.__name__}, within spmd.jit",
                 got=f"a result of {', '.join(kinds)}",
-                need=f"one of {', '.join(self.kinds)}, as when the program was written down",
+                need=f"one of {', '.join(self.kinds)}, as when the program was recorded",
                 mend="a function whose result has one shape whatever the values are; or leave spmd.jit out",
             )
         return result
 
 
-def _kinds(tree: Any, into: list[str]) -> list[str]:
+def _shapes(tree: Any, into: list[str]) -> list[str]:
     if isinstance(tree, tuple | list):
         for t in tree:
-            _kinds(t, into)
+            _shapes(t, into)
     elif hasattr(tree, "dtype"):
         into.append(f"{tree.dtype}{[*tree.shape]}")
     return into
 
 
-def whole_line(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NOTHING, error: Exception | None = None
+def opaque_line(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NO_KWARGS, error: Exception | None = None
 ) -> Any:
-    """fun(*args, **kwargs), of bare data, as one line of a program: for functions that look at values. error: what was
-    raised when they did, which is mended by that."""
-    found = slots((args, kwargs))
-    if not found:
+    """fun(*args, **kwargs) of bare data as one line of a program, for functions that read values.
+
+    error: the error of that reading, which this call replaces."""
+    stand_ins = slots((args, kwargs))
+    if not stand_ins:
         raise error or AssertionError(fun)
-    result, program = one_line(_Whole(fun), args, kwargs), found[0].program
+    result, program = one_line(_Opaque(fun), args, kwargs), stand_ins[0].program
     if error is not None and program.failed is error:
         program.failed = None
     return result
 
 
 class Program:
-    """The lines of a program, in order, and what is known of its values."""
+    """The lines of a program, in order, and the `ValueInfo` of its values."""
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
-        self.likes: list[Like | None] = []
+        self.likes: list[ValueInfo | None] = []
         self.inputs: list[int] = []
         self.failed: Exception | None = None
         self._constants: dict[int, tuple[Any, Any]] = {}
@@ -365,11 +365,11 @@ class Program:
             self.likes.append(None)
         else:
             array = type(value) is np.ndarray
-            self.likes.append(Like(value.shape, dtype, flags.c_contiguous, value.nbytes, array))
+            self.likes.append(ValueInfo(value.shape, dtype, flags.c_contiguous, value.nbytes, array))
         return kind(self, len(self.likes) - 1, value)
 
     def input(self, value: Any) -> Any:
-        """What stands for an argument."""
+        """The stand-in for an argument."""
         x = self._new(Number if type(value) in (float, complex) else Slot, value)
         self.inputs.append(x.index)
         return x
@@ -378,46 +378,47 @@ class Program:
         self,
         fun: Any,
         args: Any,
-        kwargs: Any = NOTHING,
+        kwargs: Any = NO_KWARGS,
         *,
         form: str = "call",
         effect: bool = False,
         writes: bool = False,
         fresh: bool = False,
-        gives: bool = False,
+        donates: bool = False,
         comm: Any = None,
     ) -> Any:
-        """Call a function on the values, and write that down: what stands for its results. comm: what stands for COMM
-        among the arguments. For the rest see `Line`."""
+        """Call a function on values, record the line, and return stand-ins for its results.
+
+        comm: the value of COMM among the arguments. For the other parameters see `Line`."""
         values = [comm if a is COMM else bared(a) for a in args]
         options = bared(kwargs) if kwargs else kwargs
         try:
-            result = done(form, fun, values, options)
+            result = execute(form, fun, values, options)
         except Exception as error:
             self.failed = error
             raise
-        args, kwargs, errors = mapped(tuple(args), self._noted), mapped(kwargs, self._noted), np.geterr()
+        args, kwargs, errors = mapped(tuple(args), self._as_argument), mapped(kwargs, self._as_argument), np.geterr()
         parts: list[tuple[tuple[int, ...], int]] = []
-        found = self._found(result, (), parts)
-        if fun in _LIKE and parts and result.nbytes <= 64 and not refs((args[1:], kwargs)):
+        stand_ins = self._wrap(result, (), parts)
+        if fun in _SHAPE_ONLY and parts and result.nbytes <= 64 and not refs((args[1:], kwargs)):
             self.small[parts[0][1]] = result
         self.lines.append(
             Line(
-                *(form, fun, args, kwargs, refs((args, kwargs)), parts, effect or writes, writes, fresh, gives),
+                *(form, fun, args, kwargs, refs((args, kwargs)), parts, effect or writes, writes, fresh, donates),
                 None if errors == self.errors else errors,
-                _place(),
+                _user_line(),
             )
         )
-        return found
+        return stand_ins
 
-    def _noted(self, x: Any) -> Any:
-        """An argument as a line has it: constants as they are now, whoever writes to them later."""
+    def _as_argument(self, x: Any) -> Any:
+        """An argument as the line stores it; a constant is copied if it is writable."""
         if isinstance(x, _Recorded):
             return Ref(x.index)
         return self._constant(x) if type(x) is np.ndarray and writable(x) else x
 
     def _constant(self, x: np.ndarray) -> np.ndarray:
-        """A copy of an array, one for as long as it stays as it is."""
+        """A read-only copy of an array; the same copy until the array changes."""
         _, copy = self._constants.get(id(x), (x, None))
         if copy is None or copy.shape != x.shape or not np.array_equal(_bytes(copy), _bytes(x)):
             copy = x.copy(order="K")
@@ -425,11 +426,11 @@ class Program:
             self._constants[id(x)] = x, copy
         return copy
 
-    def _found(self, result: Any, path: tuple[int, ...], parts: list[tuple[tuple[int, ...], int]]) -> Any:
-        """A result with what stands for the values in it."""
+    def _wrap(self, result: Any, path: tuple[int, ...], parts: list[tuple[tuple[int, ...], int]]) -> Any:
+        """A result with stand-ins for its values."""
         if isinstance(result, tuple | list):
-            found = [self._found(r, (*path, k), parts) for k, r in enumerate(result)]
-            return type(result)(*found) if hasattr(result, "_fields") else type(result)(found)
+            stand_ins = [self._wrap(r, (*path, k), parts) for k, r in enumerate(result)]
+            return type(result)(*stand_ins) if hasattr(result, "_fields") else type(result)(stand_ins)
         if result is None or isinstance(result, str | np.dtype):
             return result
         number = isinstance(result, bool | int | float | complex) and not hasattr(result, "dtype")
@@ -438,7 +439,7 @@ class Program:
         return x
 
     def check(self) -> None:
-        """Raise where the function has gone on after an error that depends on values."""
+        """Raise if the function caught an error that depends on values."""
         if self.failed is None:
             return
         if isinstance(self.failed, JitError):
@@ -451,36 +452,36 @@ class Program:
         )
 
     def needed(self, start: int, inputs: Sequence[int], outputs: Sequence[Any]) -> list[int]:
-        """The values that the lines from `start` on, and these outputs, take from lines before, or from arguments that
-        are not among these inputs."""
-        own = {*inputs}
-        found: dict[int, None] = {}
+        """The values from earlier lines, or from other inputs, that these outputs and the lines from `start` on use."""
+        produced = {*inputs}
+        outer: dict[int, None] = {}
         for line in self.lines[start:]:
-            found.update(dict.fromkeys(i for i in line.used if i not in own))
-            own.update(i for _, i in line.parts)
-        found.update(dict.fromkeys(x.index for x in outputs if isinstance(x, _Recorded) and x.index not in own))
-        return [*found]
+            outer.update(dict.fromkeys(i for i in line.used if i not in produced))
+            produced.update(i for _, i in line.parts)
+        outer.update(dict.fromkeys(x.index for x in outputs if isinstance(x, _Recorded) and x.index not in produced))
+        return [*outer]
 
     def built(self, outputs: Sequence[Any], name: str, *, start: int = 0, stop: int | None = None, inputs: Any = None):
-        """Some of the lines as a function of the communicator and the list of inputs (by number), which it takes the
-        values out of, to the list of outputs: slots, numbers of values as `Ref`, or anything else as it is."""
+        """Some of the lines as a function from the communicator and the list of inputs, which it empties, to outputs.
+
+        inputs: the numbers of values. outputs: slots, values as `Ref`, or anything else, unchanged."""
         self.check()
-        wanted = [Ref(x.index) if isinstance(x, _Recorded) else x for x in outputs]
+        results = [Ref(x.index) if isinstance(x, _Recorded) else x for x in outputs]
         lines, inputs = self.lines[start:stop], self.inputs if inputs is None else inputs
-        return Built(lines, self.likes, self.small, inputs, wanted, name)
+        return Built(lines, self.likes, self.small, inputs, results, name)
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _place() -> str:
-    """The line of the user's that calls."""
+def _user_line() -> str:
+    """The line of the user's code that calls."""
     frame = caller(sys._getframe(2))
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "numpy":
         frame = caller(frame.f_back)
     return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
-_LIKE = {np.zeros_like, np.ones_like, np.full_like}
-"""Functions that ask for nothing but shape and dtype: what is small of them is a constant."""
+_SHAPE_ONLY = {np.zeros_like, np.ones_like, np.full_like}
+"""Functions that read only shape and dtype: their small results are constants."""

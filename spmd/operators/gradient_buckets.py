@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.backward import alone
+from spmd.autodiff.backward import is_sole_owner
 from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.tape import Place
 from spmd.device import contiguous
@@ -47,12 +47,13 @@ class _Bucket:
         if program is None:
             self.handle = _sum_many(self.worker.comm, group, call, blocks)
         else:
-            sums = program.call(_sum_many, (COMM, group, call, blocks), effect=True, gives=True, comm=self.worker.comm)
+            args = (COMM, group, call, blocks)
+            sums = program.call(_sum_many, args, effect=True, donates=True, comm=self.worker.comm)
             self.handle = Done(program.call(_waited, (sums,), effect=True))
 
 
 def _sum_many(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
-    spare = [type(b) is np.ndarray and alone(sys.getrefcount(b) - 1, b) for b in blocks]
+    spare = [type(b) is np.ndarray and is_sole_owner(sys.getrefcount(b) - 1, b) for b in blocks]
     return comm.all_reduce_many(group, call, blocks, spare)
 
 

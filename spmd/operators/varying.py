@@ -91,11 +91,11 @@ def vary(x: Array, state: State) -> Array:
         return x
     if x.tape is None:
         return Array(x.value, state)
-    key, twins = (x.node, state), x.tape.twins
-    twin = twins.get(key)
-    if twin is None:
-        twin = twins[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
-    return twin
+    key, varied_copies = (x.node, state), x.tape.varied_copies
+    varied = varied_copies.get(key)
+    if varied is None:
+        varied = varied_copies[key] = move(_between(here("spmd.pvary").mesh.sides, x.state, state), x)
+    return varied
 
 
 @lru_cache(maxsize=1024)
@@ -131,14 +131,14 @@ class Join(Mixing):
         varied = [vary(a, state) for a in arrays]
         for a, v in zip(arrays, varied, strict=True):
             if v is not a and v.tape is not None and v.node.shape == ():
-                v.tape.joined[id(v.node)] = v.node
+                v.tape.varied_scalars[id(v.node)] = v.node
         return varied, state
 
     def differentiated(self, scalar: Array) -> None:
         tape, worker = scalar.tape, WORKER.get()
-        if worker is None or tape is None or not tape.joined or not scalar.state or not scalar.state.varying:
+        if worker is None or tape is None or not tape.varied_scalars or not scalar.state or not scalar.state.varying:
             return
-        for node in repeated_terms(scalar.node, tape.joined):
+        for node in repeated_terms(scalar.node, tape.varied_scalars):
             axes, (term,) = node.args[1].axes, node.parents
             count = worker.group(axes).size
             name = "" if term.prim is None else term.prim.name.removeprefix("np.")

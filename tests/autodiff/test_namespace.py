@@ -18,7 +18,7 @@ import spmd
 import spmd.numpy as snp
 from spmd import P
 from spmd.autodiff import check_grads, grad, vjp
-from spmd.autodiff.primitive import twins
+from spmd.autodiff.primitive import overrides
 from spmd.autodiff.tracer import Array, bare, find
 from spmd.errors import DtypeError, StateError, TracedConversionError
 
@@ -39,14 +39,14 @@ def test_every_public_name_of_numpy_is_there():
         ours, numpys = getattr(snp, name), getattr(np, name)
         if name in ("linalg", "fft"):
             assert ours.__name__ == f"spmd.numpy.{name}"
-        elif name in twins:
-            assert ours is twins[name]
+        elif name in overrides:
+            assert ours is overrides[name]
             assert ours.__doc__
         else:
             assert ours is numpys
     assert set(public(np)) <= set(dir(snp))
     assert sorted(snp.__all__) == public(np)
-    assert set(twins) <= set(public(np))
+    assert set(overrides) <= set(public(np))
     for name in ("no_such_function", "_core", "__wrapped__"):
         with pytest.raises(AttributeError):
             getattr(snp, name)
@@ -69,7 +69,7 @@ def test_imports():
         space,
     )
     assert space["sin"] is np.sin
-    assert space["array"] is twins["array"]
+    assert space["array"] is overrides["array"]
     assert space["svd"] is np.linalg.svd
     check_grads(lambda x: snp.linalg.svd(x, compute_uv=False), (X,))
     check_grads(lambda x: abs(snp.fft.rfft(x)), (X,))
@@ -134,7 +134,7 @@ OBJECTS = {"r_", "c_", "mgrid", "ogrid", "vectorize", "ndenumerate"}
 
 
 def test_each_twin_has_a_bare_row():
-    assert set(BARE) | OBJECTS == set(twins)
+    assert set(BARE) | OBJECTS == set(overrides)
 
 
 def same(ours, numpys):
@@ -306,7 +306,7 @@ def test_single_precision(name):
 def test_each_twin_has_a_traced_row():
     text = "".join(f.__code__.co_names.__repr__() for f in TRACED.values())
     plain = {"format_float_positional", "format_float_scientific"}
-    assert [name for name in set(twins) - plain if f"'{name}'" not in text] == []
+    assert [name for name in set(overrides) - plain if f"'{name}'" not in text] == []
 
 
 def test_dtypes_of_lists_are_numpys():

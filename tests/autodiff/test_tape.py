@@ -72,16 +72,16 @@ def test_sums_in_place_are_sums(steps, seed):
     x, *gs = rng.normal(size=(3, 3, 3))
     before = [x.copy(), *(g.copy() for g in gs)]
     found = []
-    large = backward.LARGE
+    large = backward.INPLACE_MIN
     try:
-        for backward.LARGE in (1 << 60, -1, -1):
+        for backward.INPLACE_MIN in (1 << 60, -1, -1):
             out, pull = spmd.vjp(lambda x: run(steps, x), x)
             kept = [o.copy() for o in out]
             found += [pull(tuple(gs))[0], pull(tuple(gs))[0], spmd.grad(lambda x: np.sum(run(steps, x)[1] * gs[1]))(x)]
             for have, want in zip([x, *gs, *out], [*before, *kept], strict=True):
                 np.testing.assert_array_equal(have, want)
     finally:
-        backward.LARGE = large
+        backward.INPLACE_MIN = large
     for k in range(3):
         np.testing.assert_allclose(found[3 + k], found[k], rtol=1e-13, atol=1e-13)
         np.testing.assert_array_equal(found[6 + k], found[3 + k])
@@ -163,7 +163,7 @@ def test_operators_on_temporaries(name, monkeypatch):
     f, x = EXPRESSIONS[name], np.array([0.3, -0.7, 1.1])
     plain = f(x)
     want, before = spmd.jacrev(lambda x: np.real(f(x)))(x), x.copy()
-    monkeypatch.setattr(backward, "LARGE", -1)
+    monkeypatch.setattr(backward, "INPLACE_MIN", -1)
     y, _ = spmd.vjp(f, x)
     np.testing.assert_array_equal(y, plain)
     np.testing.assert_array_equal(spmd.jacrev(lambda x: np.real(f(x)))(x), want)
@@ -176,11 +176,11 @@ def test_operators_on_temporaries(name, monkeypatch):
 
 def hvp_of(f, x, v):
     """By the gradient, where no operator writes into anything."""
-    large, backward.LARGE = backward.LARGE, 1 << 60
+    large, backward.INPLACE_MIN = backward.INPLACE_MIN, 1 << 60
     try:
         return spmd.grad(lambda x: np.sum(spmd.grad(lambda x: np.sum(np.real(f(x))))(x) * v))(x)
     finally:
-        backward.LARGE = large
+        backward.INPLACE_MIN = large
 
 
 def test_a_temporary_is_written_into():

@@ -131,7 +131,7 @@ ufunc("sici", lambda g, ans, x: g[0] * _sinc(x) + g[1] * where_finite(ans[1], la
 ufunc("spence", lambda g, _ans, z: -g * log1p_quotient(z - 1, 0))
 ufunc("wrightomega", lambda g, ans, _z: g * ans / (1 + ans))
 if hasattr(_ufuncs, "_lambertw"):
-    cupy_fallback.ways[_ufuncs._lambertw] = runner("lambertw")
+    cupy_fallback.alternatives[_ufuncs._lambertw] = runner("lambertw")
     rule(_ufuncs._lambertw, lambda g, ans, _z, _k, _tol: g * np.exp(-ans) / (1 + ans))
 
 

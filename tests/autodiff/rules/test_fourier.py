@@ -1,4 +1,4 @@
-"""Fourier, cosine, sine and Hankel transforms of numpy.fft and spmd.scipy.fft: rules, transposes, twins."""
+"""Fourier, cosine, sine and Hankel transforms of numpy.fft and spmd.scipy.fft: rules, transposes, scipy_fft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import scipy.fft
 from rules import Table, complex_, of, signed
 
 import spmd
-import spmd.scipy.fft as twins
+import spmd.scipy.fft as scipy_fft
 from spmd import P
 from spmd.autodiff import grad, vjp
 from spmd.autodiff.check import check_grads
@@ -38,7 +38,7 @@ def domains(name):
 
 
 def modules(name):
-    return [m for m in (np.fft, twins) if hasattr(m, name)]
+    return [m for m in (np.fft, scipy_fft) if hasattr(m, name)]
 
 
 for name in ONE:
@@ -52,7 +52,7 @@ for name in SEVERAL:
         here = f"{m.__name__.split('.')[0]}.{name}-{d.__name__}"
         f = getattr(m, name)
         row(here, lambda x, f=f: f(x, (3, 4), (0, -1), "forward"), d, of("42", "233"))
-for f in (np.fft.fftshift, np.fft.ifftshift, twins.fftshift):
+for f in (np.fft.fftshift, np.fft.ifftshift, scipy_fft.fftshift):
     row(f"{f.__module__}.{f.__name__}", lambda x, f=f: f(x) * f(x, 0) * f(x, axes=(0, -1)), complex_, of("3", "45"))
 row("fftfreq", lambda d: np.fft.fftfreq(5, d) + np.fft.rfftfreq(8, d), signed, of("."))
 row("spectral-derivative", lambda x: np.fft.irfft(1j * np.fft.rfftfreq(7) * np.fft.rfft(x), 7) * x, signed, of("27"))
@@ -62,10 +62,10 @@ TestRows = TABLE.tests()
 # Those that CuPy does not have in all types.
 HERE = Table()
 for name in TRIGONOMETRIC:
-    f, many = getattr(twins, name), getattr(twins, name + "n")
+    f, many = getattr(scipy_fft, name), getattr(scipy_fft, name + "n")
     HERE.row(name, lambda x, f=f: f(x, 1) * f(x, 2) * f(x, 3) * f(x, type=4), signed, of("3", "25"))
     HERE.row(f"{name}n", lambda x, m=many: m(x, 2, (3, 3)) * m(x, 3, (3, 3), (0, -1), "forward"), complex_, of("24"))
-HERE.row("fht", lambda a: twins.fht(a, 0.1, 1.0) * twins.ifht(a, 0.1, 1.0, 0.2, 0.3), signed, of("4", "25"))
+HERE.row("fht", lambda a: scipy_fft.fht(a, 0.1, 1.0) * scipy_fft.ifht(a, 0.1, 1.0, 0.2, 0.3), signed, of("4", "25"))
 TestRowsHere = HERE.tests()
 del TestRowsHere.test_on_a_gpu
 
@@ -119,7 +119,7 @@ def draw(rng, name):
 
 
 TRANSFORMS = [(m, name) for name in ONE + SEVERAL for m in modules(name)]
-TRANSFORMS += [(twins, name + n) for name, n in itertools.product(TRIGONOMETRIC, ["", "n"])]
+TRANSFORMS += [(scipy_fft, name + n) for name, n in itertools.product(TRIGONOMETRIC, ["", "n"])]
 
 
 def transpose_test(m, name, count):
@@ -144,7 +144,7 @@ def test_transposes_long(m, name):
 @pytest.mark.parametrize(("name", "n", "bias"), [*itertools.product(["fht", "ifht"], [1, 4, 7], [0.0, 0.3])])
 def test_transposes_of_hankel(name, n, bias):
     rng = np.random.default_rng(n)
-    f = getattr(twins, name)
+    f = getattr(scipy_fft, name)
     check_transpose(lambda a: f(a, 0.1, 1.5, offset=0.2, bias=bias), rng.normal(size=(2, n)), rng)
 
 
@@ -189,7 +189,7 @@ def names_of(tape):
 
 @pytest.mark.parametrize(
     ("f", "x"),
-    [(getattr(m, name), np.ones((4, 6))) for m, name in TRANSFORMS] + [(lambda x: twins.fht(x, 1, 1), np.ones(4))],
+    [(getattr(m, name), np.ones((4, 6))) for m, name in TRANSFORMS] + [(lambda x: scipy_fft.fht(x, 1, 1), np.ones(4))],
 )
 def test_a_pullback_is_one_transform_and_keeps_nothing(f, x):
     with recording() as tape:
@@ -206,11 +206,11 @@ def test_single_precision():
     for f, x in [
         (np.fft.fft, np.ones(4, "f4")),
         (np.fft.rfftn, np.ones((4, 3), "f4")),
-        (twins.irfft, np.ones(4, "c8")),
-        (twins.dct, np.ones(4, "f4")),
-        (twins.fht, np.ones(4, "f4")),
+        (scipy_fft.irfft, np.ones(4, "c8")),
+        (scipy_fft.dct, np.ones(4, "f4")),
+        (scipy_fft.fht, np.ones(4, "f4")),
     ]:
-        options = (0.1, 1.0) if f is twins.fht else ()
+        options = (0.1, 1.0) if f is scipy_fft.fht else ()
         y, pull = vjp(lambda x, f=f, o=options: f(x, *o), x)
         assert y.dtype in ("f4", "c8")
         assert pull(np.ones_like(y))[0].dtype == x.dtype
@@ -223,18 +223,18 @@ def test_gradient_of_a_power_spectrum():
     """Σ |fft(x)|² is n Σ x²."""
     x = np.random.default_rng(0).normal(size=6)
     np.testing.assert_allclose(grad(lambda x: np.sum(np.abs(np.fft.fft(x)) ** 2))(x), 12 * x, rtol=1e-12)
-    np.testing.assert_allclose(grad(lambda x: np.sum(twins.dct(x, norm="ortho") ** 2))(x), 2 * x, rtol=1e-12)
+    np.testing.assert_allclose(grad(lambda x: np.sum(scipy_fft.dct(x, norm="ortho") ** 2))(x), 2 * x, rtol=1e-12)
 
 
 def test_sizes_of_minus_one_and_axes_left_out():
     x = np.random.default_rng(0).normal(size=(2, 3, 4))
     check_grads(lambda x: np.fft.rfftn(x, (-1, 5), (0, 2)), (x,), 1)
     check_grads(lambda x: np.fft.rfftn(x, (5, -1), (0, 2)), (x,), 1)
-    check_grads(lambda x: twins.rfftn(x, (5, 3)), (x,), 1)
-    check_grads(lambda x: twins.dctn(x, 2, 3, -1), (x,), 1)
+    check_grads(lambda x: scipy_fft.rfftn(x, (5, 3)), (x,), 1)
+    check_grads(lambda x: scipy_fft.dctn(x, 2, 3, -1), (x,), 1)
     with pytest.warns(DeprecationWarning, match="axes"):
         check_grads(lambda x: np.fft.rfftn(x, (5, 3)), (x,), 1)
-    check_grads(lambda x: np.fft.fftn(x, axes=()) * twins.dctn(x, axes=()), (x,), 1)
+    check_grads(lambda x: np.fft.fftn(x, axes=()) * scipy_fft.dctn(x, axes=()), (x,), 1)
 
 
 def test_repeated_axes_are_refused():
@@ -244,12 +244,12 @@ def test_repeated_axes_are_refused():
     with pytest.raises(DifferentiationError, match=r"axes(.|\n)*\[0, 0\](.|\n)*np.fft.fft\(x, n, axis\)"):
         pull(y)
     with pytest.raises(ValueError, match="unique"):
-        grad(lambda x: twins.fftn(x, axes=(0, 0)).real.sum())(x)
+        grad(lambda x: scipy_fft.fftn(x, axes=(0, 0)).real.sum())(x)
 
 
 def test_errors_are_those_of_the_engine():
     x = np.ones(4)
-    for m in (np.fft, twins):
+    for m in (np.fft, scipy_fft):
         with pytest.raises(ValueError, match="norm"):
             grad(lambda x, m=m: m.fft(x, norm="other").real.sum())(x)
         with pytest.raises(ValueError, match="data points"):
@@ -257,9 +257,9 @@ def test_errors_are_those_of_the_engine():
         with pytest.raises(TypeError):
             grad(lambda x, m=m: np.sum(m.ihfft(1j * x).real))(x)
     with pytest.raises(NotImplementedError):
-        grad(lambda x: twins.fft(x, plan=1).real.sum())(x)
+        grad(lambda x: scipy_fft.fft(x, plan=1).real.sum())(x)
     with pytest.raises(DifferentiationError, match="number 3"):
-        grad(lambda mu: twins.fht(x, 0.1, mu).sum())(1.0)
+        grad(lambda mu: scipy_fft.fht(x, 0.1, mu).sum())(1.0)
 
 
 def test_orthogonalize_with_complex_arrays():
@@ -267,14 +267,14 @@ def test_orthogonalize_with_complex_arrays():
     z = np.arange(4) * (1 + 2j)
     np.testing.assert_array_equal(scipy.fft.dct(z, orthogonalize=True), scipy.fft.dct(z))
     with pytest.raises(DifferentiationError, match=r"dct, in a backward sweep(.|\n)*x.real"):
-        grad(lambda z: np.sum(np.abs(twins.dct(z, orthogonalize=True))))(z)
-    check_grads(lambda z: twins.dct(z, norm="ortho", orthogonalize=True), (z,), 1)
+        grad(lambda z: np.sum(np.abs(scipy_fft.dct(z, orthogonalize=True))))(z)
+    check_grads(lambda z: scipy_fft.dct(z, norm="ortho", orthogonalize=True), (z,), 1)
 
 
 def test_overwrite_and_workers():
     x = np.random.default_rng(0).normal(size=(4, 3))
     for name in ("dct", "dstn", "fft", "fftn"):
-        f = getattr(twins, name)
+        f = getattr(scipy_fft, name)
         for z in (x, x + 1j):
             before = z.copy()
             g, h = (
@@ -289,17 +289,17 @@ def test_frequencies_take_no_arrays():
     assert {np.fft.fftfreq, np.fft.rfftfreq} <= passives
 
 
-# The twins of scipy.fft
+# The overrides of scipy.fft
 
 
-def test_every_public_name_has_its_twin():
-    missing = set(scipy.fft.__all__) - set(twins.__all__)
+def test_every_public_name_has_an_override():
+    missing = set(scipy.fft.__all__) - set(scipy_fft.__all__)
     assert not missing
-    assert all(hasattr(twins, name) for name in twins.__all__)
+    assert all(hasattr(scipy_fft, name) for name in scipy_fft.__all__)
     others = "freq shift len backend workers offset".split()
     assert set(functions) == {name for name in scipy.fft.__all__ if not name.endswith(tuple(others))}
     for name, fun in functions.items():
-        assert getattr(twins, name) is fun
+        assert getattr(scipy_fft, name) is fun
         have, need = (
             {p.name: p.default for p in inspect.signature(f).parameters.values()}
             for f in (fun, getattr(scipy.fft, name))
@@ -315,7 +315,7 @@ def arguments(name):
 @pytest.mark.parametrize("name", sorted(functions))
 def test_bare_arrays_give_what_scipy_gives(name):
     rng = np.random.default_rng(0)
-    f, g = getattr(twins, name), getattr(scipy.fft, name)
+    f, g = getattr(scipy_fft, name), getattr(scipy.fft, name)
     x = rng.normal(size=(4, 6))
     inputs = [x, x.astype("f4"), x.astype("f2"), x.tolist(), (10 * x).astype(int)]
     if name.rstrip("2n") not in REAL and "fht" not in name:
@@ -340,9 +340,9 @@ def test_a_backend_of_scipy():
     def power(x):
         return np.sum(np.abs(scipy.fft.fft(x)) ** 2) + np.sum(scipy.fft.dct(x, 2) * x)
 
-    with scipy.fft.set_backend(twins):
+    with scipy.fft.set_backend(scipy_fft):
         check_grads(power, (x,))
-        np.testing.assert_array_equal(scipy.fft.fft(x), twins.fft(x))
+        np.testing.assert_array_equal(scipy.fft.fft(x), scipy_fft.fft(x))
         assert scipy.fft.next_fast_len(7) == 7
     with pytest.raises(TracedConversionError):
         grad(power)(x)
@@ -352,12 +352,12 @@ def test_in_bodies():
     x = np.random.default_rng(0).normal(size=(4, 6))
 
     def body(x):
-        y = np.fft.irfft(np.fft.rfft(x) * 2, 6) + twins.dct(x, overwrite_x=True) + np.fft.fftfreq(6)
+        y = np.fft.irfft(np.fft.rfft(x) * 2, 6) + scipy_fft.dct(x, overwrite_x=True) + np.fft.fftfreq(6)
         assert type(y) is Array
-        return twins.idct(y)
+        return scipy_fft.idct(y)
 
     def alone(x):
-        return twins.idct(np.fft.irfft(np.fft.rfft(x) * 2, 6) + twins.dct(x) + np.fft.fftfreq(6))
+        return scipy_fft.idct(np.fft.irfft(np.fft.rfft(x) * 2, 6) + scipy_fft.dct(x) + np.fft.fftfreq(6))
 
     with spmd.Mesh(x=2):
         mapped = spmd.map(body, in_specs=P("x"), out_specs=P("x"))
