@@ -29,7 +29,7 @@ from spmd.axes import axis_index, axis_size, is_main, worker_index
 from spmd.debug import debug
 from spmd.info import info
 from spmd.layout import Layout, P
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, make_mesh
@@ -167,7 +167,7 @@ __version__ = "0.1.0"
 
 if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
     # Dataclasses are written as they are imported, which takes time.
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "spmd.autodiff": (

@@ -2,10 +2,10 @@
 
 Every worker submits its work to its own stream. Two rules hold when one worker hands an array to another.
 
-1. The stream of the reader waits for an event that was recorded after the array was written (`Place.after`). 2. CuPy's
-pool reuses freed memory at once for the next array of the stream that allocated it; it does not know other
-   readers. So a reader gets a `Loan`: an array over the same memory. When its last view is gone, the stream of the
-   memory waits for that of the reader before the memory is freed.
+1. The stream of the reader waits for an event that was recorded after the array was written (`Place.after`).
+2. CuPy's pool reuses freed memory at once for the stream that allocated it, and does not know other readers. So a
+   reader gets a `Loan`: an array over the same memory. When its last view is gone, the stream of the memory waits for
+   that of the reader before the memory is freed.
 """
 
 from __future__ import annotations

@@ -108,9 +108,7 @@ class MissingMethodError(_Located, AttributeError):
 
 
 class MutationError(_Located, RuntimeError):
-    """A bare array changed between the forward run and the backward sweep, or a write to a tensor would make it vary
-    without its knowing.
-    """
+    """A bare array changed between the forward run and the backward sweep, or a write would change a tensor's state."""
 
 
 class TransportError(_Located, RuntimeError):

@@ -165,7 +165,7 @@ class Mesh:
         self.sides = tuple(self.axes.items())
         self.size = math.prod(self.axes.values())
         given = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
-        check_all(but=[name for name, value in given.items() if value is not None])
+        check_all(overridden=[name for name, value in given.items() if value is not None])
         self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
         name = _choice(where, "transport", transport)
         chosen = _choice(where, "device", device)

@@ -370,14 +370,12 @@ INSTEAD["spmd.numpy"] = {
 _OF_NUMPY = {"spmd", "spmd.functions"}
 
 
-def closest(value: object, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The value that is meant: by another library's spelling, otherwise by its letters, otherwise `otherwise` or the
-    first.
-    """
+def closest(value: object, known: Iterable[str], default: str | None = None) -> str:
+    """The value that is meant: by another library's spelling, or by its letters; by default `default` or the first."""
     known = list(known)
     text = str(value).lower()
-    meant = [k for k in known if text in VALUES.get(k, "").split()]
-    return (meant or nearest(text, known, 1) or [otherwise or known[0]])[0]
+    synonyms = [name for name in known if text in VALUES.get(name, "").split()]
+    return (synonyms or nearest(text, known, 1) or [default or known[0]])[0]
 
 
 def keyword(f: Callable, name: str) -> tuple[str, str]:

@@ -73,8 +73,7 @@ class Window:
 
     inputs, outputs: the sizes of the blocks, in order; some may be 0.
     needs: the interval of the input, padding included, from which the outputs are computed. A block without outputs
-    needs
-    nothing: its interval is empty and lies at the start of its own block, so its halo (0, −size) trims all of it.
+    needs nothing: its interval is empty, at the start of its own block, so its halo (0, −size) trims all of it.
     taps: the window; None for other maps.
 
     A block extended by `widths[k]` is `needs[k]`. The same window without padding has `outputs[k]` results there: those
@@ -204,12 +203,10 @@ def plan_transposed(
 
     Input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
     those of the n entries (here `inputs`). Block k of the entries contributes, without padding, to `needs[k]` of the
-    result. Entries
-    of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
+    result. Entries of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
 
     The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
-    padding
-    "same" n·stride. stride, padding, dilation: of the convolution.
+    padding "same" n·stride. stride, padding, dilation: of the convolution.
     """
     where = "spmd.plan_transposed"
     n = checked_integer(where, "n", n, 0)

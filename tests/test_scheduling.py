@@ -31,8 +31,8 @@ def close(found, want):
 def four_cores(monkeypatch, long: float, sure: float) -> None:
     """There are four; threads may be sooner from `long` seconds between waits on, and are sure to be from `sure`."""
     monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduler_choice, "_LONG", long)
-    monkeypatch.setattr(scheduler_choice, "_SURE", sure)
+    monkeypatch.setattr(scheduler_choice, "_SEGMENT_MIN", long)
+    monkeypatch.setattr(scheduler_choice, "_SEGMENT_CERTAIN", sure)
 
 
 def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
@@ -230,7 +230,7 @@ def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
             close(found, X.sum())
     assert len(mesh.chosen) == 1
     (trial,) = mapped.trials.values()
-    assert min(map(len, trial.taken.values())) >= 3
+    assert min(map(len, trial.seconds.values())) >= 3
 
 
 def test_calls_that_come_at_once_do_not_stand_for_the_other_scheduler(monkeypatch):

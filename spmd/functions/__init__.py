@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.functions.activation import *  # noqa: F403
@@ -63,4 +63,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
     __all__ = sorted(name for names in FAMILIES.values() for name in names)
-    __getattr__, __dir__ = late(__name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()})
+    __getattr__, __dir__ = lazy_attributes(
+        __name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()}
+    )
