@@ -49,17 +49,7 @@ if TYPE_CHECKING:
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
-    from spmd.autodiff import (
-        check_grads,
-        check_vjp,
-        checkpoint,
-        custom_jvp,
-        custom_vjp,
-        hessian,
-        hvp,
-        jacfwd,
-        jacrev,
-    )
+    from spmd.autodiff import check_grads, check_vjp, checkpoint, custom_jvp, custom_vjp, hessian, hvp, jacfwd, jacrev
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.inner_product import inner, norm
     from spmd.jitted import jit

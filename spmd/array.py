@@ -15,13 +15,7 @@ from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.primitive import name_of
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous, to_host
-from spmd.errors import (
-    ClosureError,
-    DonatedError,
-    LayoutError,
-    MissingMethodError,
-    describe,
-)
+from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.memo import interned
@@ -116,8 +110,8 @@ class PartitionedArray:
     @property
     def is_here(self) -> bool:
         """Whether this process holds every block."""
-        held = {self.layout.positions(w) for w in self.blocks} - {None}
-        return len(held) == math.prod(len(c) for c in self.layout.cuts)
+        positions = {self.layout.positions(w) for w in self.blocks} - {None}
+        return len(positions) == math.prod(len(c) for c in self.layout.cuts)
 
     @api_boundary
     def numpy(self) -> np.ndarray:

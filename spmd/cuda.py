@@ -181,9 +181,9 @@ class Places:
         Returns the place of the caller on each device.
         """
         before = current()
-        found = [self(w) for w in range(workers)]
-        callers = {p.device: current(p.device) for p in found}
-        for place in found:
+        places = [self(w) for w in range(workers)]
+        callers = {p.device: current(p.device) for p in places}
+        for place in places:
             for caller in callers.values():  # an argument may be copied from another device
                 place.after(caller)
         try:
@@ -192,5 +192,5 @@ class Places:
             for caller in callers.values():  # workers may have run in this thread
                 caller.enter()
             before.enter()
-            for place in found:
+            for place in places:
                 callers[place.device].after(place)

@@ -247,13 +247,13 @@ def imported(where: str = "spmd.Mesh") -> Any:
     try:
         if cupy.cuda.runtime.getDeviceCount() > 0:
             return cupy
-        found = "no device"
+        problem = "no device"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        found = str(error)
+        problem = str(error)
     raise TransportError.at(
         where,
         argument="device",
-        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
+        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({problem})',
         need=need,
         mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
     )

@@ -30,8 +30,9 @@ def _version(package: str) -> str | None:
 def _blas() -> str:
     from threadpoolctl import threadpool_info
 
-    found = [b for b in threadpool_info() if b["user_api"] == "blas"]
-    return ", ".join(f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in found) or "none found"
+    libraries = [b for b in threadpool_info() if b["user_api"] == "blas"]
+    texts = [f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in libraries]
+    return ", ".join(texts) or "none found"
 
 
 def _gpus() -> str:

@@ -434,10 +434,10 @@ class _RecordedVjp:
         """Replay the forward program for the values that the program back needs: the tape has served once."""
         entry, count = self.entry, len(self.outs)
 
-        def again(worker: Worker) -> list:
+        def forward_again(worker: Worker) -> list:
             return entry.programs[worker.index].run(worker.comm, [*self.inputs[worker.index]])
 
-        results = self.jitted.execute(self.vjp.mesh, ("again", entry.number), again, tracked=True).results
+        results = self.jitted.execute(self.vjp.mesh, ("again", entry.number), forward_again, tracked=True).results
         saved = {w: values[count:] for w, values in results.items()}
         return self.jitted._back(entry, self.vjp, self.outs, gs, saved, True)
 

@@ -249,8 +249,8 @@ class Layout:
 
     def _cut(self, parts: Sequence[Sequence[int]], cuts) -> tuple[tuple[int, ...], ...]:
         """The sizes of the blocks in each dimension, checked; balanced ones for None."""
-        given = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
-        if given is None or len(given) != len(self.shape):
+        per_dimension = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
+        if per_dimension is None or len(per_dimension) != len(self.shape):
             raise LayoutError.at(
                 "spmd.Layout",
                 argument="cuts",
@@ -258,7 +258,7 @@ class Layout:
                 need=f"one for each of {len(self.shape)} dimensions",
                 mend="None for a dimension in balanced blocks",
             )
-        return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(given))
+        return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(per_dimension))
 
     def _sizes(self, d: int, parts: Sequence[int], cut: Sequence[int] | None) -> tuple[int, ...]:
         balanced = block_sizes(self.shape[d], parts)

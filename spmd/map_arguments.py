@@ -132,7 +132,7 @@ class ArgumentSpecs:
             mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}",
         )
 
-    def _check_surplus(self, given: set[str]) -> None:
+    def _check_surplus(self, named: set[str]) -> None:
         """Raise if in_specs contains specs for arguments that f does not have."""
         specs = self.in_specs
         try:
@@ -141,7 +141,7 @@ class ArgumentSpecs:
             return
         kinds = {p.kind for p in parameters.values()}
         if isinstance(specs, dict):
-            unknown = [n for n in specs if n not in given and n not in parameters]
+            unknown = [n for n in specs if n not in named and n not in parameters]
             if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
                 close = nearest(str(unknown[0]), parameters, 1)
                 raise SpecError.at(
@@ -299,10 +299,10 @@ def cotangent_for(g, value):
     bare, value = value_of(g), value_of(value)
     if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
         return g
-    have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
-    if have == want:
+    layout, target = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
+    if layout == target:
         return g
-    return move_to_layout(g, have, want, (value if have is None else bare).mesh, on_device(value))
+    return move_to_layout(g, layout, target, (value if layout is None else bare).mesh, on_device(value))
 
 
 def _move_back(g, _ans, _x, source: Layout | None, target: Layout | None, mesh: Mesh, on_device: bool = False) -> Any:

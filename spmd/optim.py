@@ -30,17 +30,7 @@ from spmd.ownership import reclaimed
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = [
-    "AdamState",
-    "Optimizer",
-    "SGDState",
-    "adam",
-    "adamw",
-    "clip_by_global_norm",
-    "cosine",
-    "linear",
-    "sgd",
-]
+__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "clip_by_global_norm", "cosine", "linear", "sgd"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -12,12 +12,7 @@ from spmd.array import PartitionedArray, check_usable, owned_on, relayout, share
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
-from spmd.errors import (
-    LayoutError,
-    MeshError,
-    SpecError,
-    describe,
-)
+from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh

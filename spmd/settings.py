@@ -25,14 +25,14 @@ class _Setting(NamedTuple):
     known: tuple[str, ...]
 
 
-def _one_of(*known: str) -> _Setting:
+def _one_of(*texts: str) -> _Setting:
     def parse(text: str) -> str:
-        if text not in known:
+        if text not in texts:
             raise ValueError
         return text
 
-    words = [f'"{name}"' for name in known]
-    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, known)
+    words = [f'"{name}"' for name in texts]
+    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, texts)
 
 
 def _switch(default: bool) -> _Setting:

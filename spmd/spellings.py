@@ -370,12 +370,12 @@ INSTEAD["spmd.numpy"] = {
 _OF_NUMPY = {"spmd", "spmd.functions"}
 
 
-def closest(value: object, known: Iterable[str], default: str | None = None) -> str:
+def closest(value: object, candidates: Iterable[str], default: str | None = None) -> str:
     """The value that is meant: by another library's spelling, or by its letters; by default `default` or the first."""
-    known = list(known)
+    candidates = list(candidates)
     text = str(value).lower()
-    synonyms = [name for name in known if text in VALUES.get(name, "").split()]
-    return (synonyms or nearest(text, known, 1) or [default or known[0]])[0]
+    synonyms = [name for name in candidates if text in VALUES.get(name, "").split()]
+    return (synonyms or nearest(text, candidates, 1) or [default or candidates[0]])[0]
 
 
 def keyword(f: Callable, name: str) -> tuple[str, str]:
@@ -392,17 +392,17 @@ def keyword(f: Callable, name: str) -> tuple[str, str]:
 def public_name(f: Callable) -> str:
     """The name of a function as users write it: `spmd.functions.relu`."""
     for module in ("spmd", "spmd.functions", "spmd.linear", "spmd.random", "spmd.bridge.torch"):
-        known = vars(sys.modules.get(module, sys)).get(f.__name__)
-        if known is not None and f in (known, getattr(known, "__wrapped__", None)):
+        public = vars(sys.modules.get(module, sys)).get(f.__name__)
+        if public is not None and f in (public, getattr(public, "__wrapped__", None)):
             return f"{module}.{f.__name__}"
     return f"{f.__module__}.{f.__qualname__}"
 
 
 def instead(module: str, name: str) -> str:
     """What to write for a name that a module lacks; empty if nothing is known."""
-    found = INSTEAD.get(module, {}).get(name)
-    if found is not None:
-        return found
+    mend = INSTEAD.get(module, {}).get(name)
+    if mend is not None:
+        return mend
     if module == "spmd.random" and hasattr(np.random.Generator, name):
         return f"spmd.random.default_rng(seed, axis_name).{name}(...)"
     if module == "spmd.bridge.torch":

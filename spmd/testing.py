@@ -200,7 +200,7 @@ _CASES: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
         Case(Gather(a, n - 1, 1), (2, 2 * n + 1), P(None, a), (None, _uneven(n))),
     ],
     RaggedAllToAll: lambda a, n: [
-        *(Case(RaggedAllToAll(a, _pieces(n, most), (2 * n, most)), (2 * n, 2)) for most in (2 * n, 2 * n + 3)),
+        *(Case(RaggedAllToAll(a, _pieces(n, stop), (2 * n, stop)), (2 * n, 2)) for stop in (2 * n, 2 * n + 3)),
         Case(RaggedAllToAll(a, _pieces(n, 2 * n)[:1], (2 * n, 2 * n)), (2 * n,)),
         Case(RaggedAllToAll(a, (), (0, 3)), (0, 2)),
     ],

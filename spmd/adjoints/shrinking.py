@@ -198,9 +198,9 @@ def _field_choices(name: str, value: Any, axes: Axes, n: int, m: int) -> list[An
         return [min(value, m - 1)]
     if isinstance(value, tuple) and value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
         if name == "perm":
-            kept = tuple(v for v in value if max(v) < m)
+            restricted = tuple(v for v in value if max(v) < m)
             ring = tuple((k, (k + 1) % m) for k in range(m))
-            return list(dict.fromkeys((ring, kept) if len(value) == n else (kept, ring)))
+            return list(dict.fromkeys((ring, restricted) if len(value) == n else (restricted, ring)))
         return [value]
     if isinstance(value, tuple) and len(value) == n != m and all(isinstance(v, int) for v in value):
         return [None, _fitted_cut(value, sum(value), m)]

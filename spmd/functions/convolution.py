@@ -132,15 +132,15 @@ def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
     """One boundary for each spatial dimension."""
     shared = isinstance(boundary, str) or not isinstance(boundary, Sequence)
     boundaries: tuple[Any, ...] = (boundary,) * dims if shared else tuple(boundary)
-    known = [b for b in BOUNDARIES if b != "none"]
-    wrong = next((b for b in boundaries if b not in known), None)
+    allowed = [b for b in BOUNDARIES if b != "none"]
+    wrong = next((b for b in boundaries if b not in allowed), None)
     if len(boundaries) != dims or wrong is not None:
         raise SpecError.at(
             where,
             argument="boundary",
             got=repr(boundary),
-            need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
-            mend=f'boundary="{closest(wrong, known)}"; padding=0 for none',
+            need=f"one of {', '.join(allowed)}, or one for each of the {dims} spatial dimensions",
+            mend=f'boundary="{closest(wrong, allowed)}"; padding=0 for none',
         )
     return boundaries
 

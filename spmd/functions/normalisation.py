@@ -49,9 +49,9 @@ def _differentiable_parts(g, x, weight, centred: bool, eps: float):
     def mean(a):
         return np.mean(a, axis=-1, keepdims=True)
 
-    away = x - mean(x) if centred else x
-    rstd = 1 / np.sqrt(mean(away * away) + eps)
-    z = away * rstd
+    centred_x = x - mean(x) if centred else x
+    rstd = 1 / np.sqrt(mean(centred_x * centred_x) + eps)
+    z = centred_x * rstd
 
     def project(u):
         v = u - z * mean(u * z)

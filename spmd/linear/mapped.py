@@ -154,20 +154,20 @@ def linear_operator(
     mesh = mesh_for(mesh, where)
     several = isinstance(in_specs, tuple)
     domain = make_domain(where, in_specs, shape, dtype, like, mesh)
-    given = params is not None
+    has_params = params is not None
 
     def body(params, x):
         xs = x if several else (x,)
-        return f(params, *xs) if given else f(*xs)
+        return f(params, *xs) if has_params else f(*xs)
 
     def back(params, y):
         assert adjoint is not None
         ys = y if isinstance(y, tuple) else (y,)
-        return adjoint(params, *ys) if given else adjoint(*ys)
+        return adjoint(params, *ys) if has_params else adjoint(*ys)
 
     name = getattr(f, "__name__", None) or _short_name(f)
     body.__name__, back.__name__ = name, f"the adjoint of {name}"
-    param_specs = param_specs if given else None
+    param_specs = param_specs if has_params else None
     mapped: Any = spmd_map(body, (param_specs, in_specs), out_specs, mesh=mesh)
     mapped_back: Any = None
     if adjoint is not None:

@@ -65,8 +65,8 @@ def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=No
     out_shape = shape if out_shape is None and m == n else out_shape
     out_spec = in_spec if out_spec is None else out_spec
     spaces = []
-    for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
-        full = (size,) if given is None else tuple(given)
+    for argument, user_shape, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
+        full = (size,) if user_shape is None else tuple(user_shape)
         if math.prod(full) != size:
             raise LayoutError.at(
                 where,

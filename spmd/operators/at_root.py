@@ -22,7 +22,7 @@ from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transform_arguments import innermost, lower, on, unstated
 from spmd.autodiff.transforms import joint, pullback_of
-from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe
+from spmd.errors import ClosureError, JitError, StateError, class_name, describe, rebuilt_error
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
@@ -383,7 +383,7 @@ def _decoded(structure, leaves: Iterator):
 
 def _same_error(said: dict[str, str], who: str) -> Exception:
     """An error like the one that the root raised, in another process."""
-    error = again(said["error"], said["text"])
+    error = rebuilt_error(said["error"], said["text"])
     error.add_note(f"raised in spmd.at_root by {who}:\n{said['trace']}")
     return error
 

@@ -113,8 +113,8 @@ def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mappi
     if not differences:
         return
     keys = sorted({key for _, _, key in differences})
-    kept = {key: records[key].value for key in keys if key in records}
-    own = {key: sketch(value) for key, value in kept.items() if value is not None}
+    values = {key: records[key].value for key in keys if key in records}
+    own = {key: sketch(value) for key, value in values.items() if value is not None}
     (own_worker,) = mesh.local_workers
     sketches = mesh.transport.share({own_worker: own})
     rounded: set[str] = set()
