@@ -159,7 +159,7 @@ def cg(
     _check_limits(where, maxiter, rtol=rtol, atol=atol)
     # The solution does not depend on x0 and M.
     x0 = None if x0 is None else tree.map(value_of, x0)
-    M = M._with(value_of) if isinstance(M, LinearOperator) else M
+    M = M._map_parameters(value_of) if isinstance(M, LinearOperator) else M
     templates = b if x0 is None else x0
     A, b, x0 = _system(where, A, b, x0)
     options = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
@@ -175,7 +175,7 @@ def _parameters(A: Any) -> list:
 
 
 def _lowered(A: Any, tape: Any) -> Any:
-    return A._with(lambda p: transform_arguments.lower(p, tape)) if isinstance(A, LinearOperator) else A
+    return A._map_parameters(lambda p: transform_arguments.lower(p, tape)) if isinstance(A, LinearOperator) else A
 
 
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:

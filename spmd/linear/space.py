@@ -68,7 +68,7 @@ class Space:
         return self.from_blocks_of(lambda shape, _place: np.zeros(shape, self.dtype))
 
     def from_blocks_of(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
-        """An array of f(shape, place) for each block, at a place of the whole."""
+        """The array with the blocks f(shape, start), start being the index of a block's first entry in the whole."""
 
         def block(w: int) -> Any:
             at = tuple(s.start for s in self.layout.slices(w))
@@ -78,7 +78,7 @@ class Space:
         return PartitionedArray(self.mesh.shared(self.layout, block), self.layout, self.mesh)
 
     def convert(self, x: Any) -> Any:
-        """An array of this shape as this space has it: laid out, and of its dtype. Differentiable."""
+        """An array of this shape, with the dtype and layout of this space. Differentiable."""
         value = value_of(x)
         layout = value.layout if isinstance(value, PartitionedArray) else None
         if value.dtype != self.dtype:
@@ -110,7 +110,7 @@ _NUMBER_TYPES = (PartitionedArray, bool, int, float, complex)
 
 
 def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
-    """x as an element of a space; raises if it is none."""
+    """x as an element of a space. Raises LayoutError or MeshError if it does not fit."""
     spaces, expected = tree.flatten(space)
     leaves, structure = tree.flatten(x)
     leaves = [
