@@ -171,7 +171,7 @@ class AdjointReport:
         return {"passed": self.passed, "kind": self.kind, **figures}
 
 
-_KINDS = "modified linear raises count shape dtype state promise copies value twice".split()
+_KINDS: list[str] = "modified linear raises count shape dtype state promise copies value twice".split()
 """The kinds of faults. Each hides those after it: a map that is not linear has no adjoint to compare."""
 
 

@@ -199,9 +199,9 @@ def _pooling() -> list[Row]:
     shape, nbytes = (16, 16, 256, 256), 4 * 16 * 16 * 256 * 256
 
     def case(kernel: int, stride: int) -> list[Row]:
-        padding = ((kernel - 1) // 2,) * 2
-        window = (kernel,) * 2, (stride,) * 2, (padding,) * 2, (1, 1)
-        m = output_length(256, kernel, stride, padding)
+        low = (kernel - 1) // 2
+        window = (kernel,) * 2, (stride,) * 2, ((low, low),) * 2, (1, 1)
+        m = output_length(256, kernel, stride, (low, low))
         out_shape, out = (16, 16, m, m), 4 * 16 * 16 * m * m
         what = f"{kernel}x{kernel} stride {stride}, 16x16x256x256 float32"
 

@@ -29,8 +29,9 @@ class _SciPy(Base):
         self.name, self.parameters = type(op).__name__, []
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _SciPy) and self.op is other.op
-        return same and (self.domain, self.range) == (other.domain, other.range)
+        if not isinstance(other, _SciPy) or self.op is not other.op:
+            return False
+        return (self.domain, self.range) == (other.domain, other.range)
 
     def __hash__(self) -> int:
         return hash(id(self.op))
@@ -39,9 +40,8 @@ class _SciPy(Base):
         return self._with_vjp(lambda v: self.linear.matvec(v), self.range, lambda g: self.transposed(g))(x)
 
     def transposed(self, y):
-        return self._with_vjp(
-            lambda v: np.conj(self.linear.rmatvec(np.conj(v))), self.domain, lambda g: self.forward(g)
-        )(y)
+        rmatvec = lambda v: np.conj(self.linear.rmatvec(np.conj(v)))
+        return self._with_vjp(rmatvec, self.domain, lambda g: self.forward(g))(y)
 
     def _with_vjp(self, f, space: Space, back):
         with_rule = custom_vjp(lambda x: unflat(np.asarray(f(flat(x))), space))

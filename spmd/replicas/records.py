@@ -109,13 +109,13 @@ class Replicas:
         """Note the part of an array that a line of the body compares; `count` is the number of the occurrence."""
         line = f"{','.join(axes)}|{record.where}|{record.argument}|{record.source}"
         number = digest(part)
-        part = part if count < MANY and self._bytes + part.nbytes <= KEPT_BYTES else None
+        value = part if count < MANY and self._bytes + part.nbytes <= KEPT_BYTES else None
         if count >= MANY:
             number = self._later[line] = hash((self._later.get(line, 0), number))
             if count & (count - 1):
                 return
-        self._bytes += 0 if part is None else part.nbytes
-        self.records[f"{line}|{count}"] = record._replace(number=number, value=part)
+        self._bytes += 0 if value is None else value.nbytes
+        self.records[f"{line}|{count}"] = record._replace(number=number, value=value)
 
     def add(self, axes: tuple[str, ...], record: Record, kind: str) -> None:
         """Note a value for the comparison at the end of the map. kind: what the value is; the message depends on it."""
