@@ -155,8 +155,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
-    # Dataclasses are written as they are imported, which takes time.
+if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspelt names.
+    # Modules with dataclasses are slow to import: import them on first use.
     __getattr__, __dir__ = lazy_attributes(
         __name__,
         {

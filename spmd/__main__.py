@@ -104,7 +104,7 @@ def kernel_speeds(args: argparse.Namespace) -> int:
 
 
 def fits(report: AdjointReport) -> bool:
-    """Whether an operator sent what it declares; unknown for one that failed."""
+    """Whether an operator sent the messages that it declares; True if the test failed before that."""
     return report.declared is None or report.declared == (report.messages, report.bytes)
 
 

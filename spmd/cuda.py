@@ -57,13 +57,13 @@ class Place:
         return event
 
     def after(self, other: Place) -> None:
-        """Let all work submitted here from now on come after all work submitted there so far."""
+        """Let later work here wait for all work submitted there so far."""
         if other != self:
             with Device(self.device):  # a default stream belongs to the current device
                 self.stream.wait_event(other.mark())
 
     def borrow(self, x: Any, home: Place) -> Any:
-        """x, or the arrays in lists, tuples and dicts, for reading here: they lie in the memory of another place.
+        """x, or the arrays in lists, tuples and dicts, from the memory of another place, for reading here.
 
         Arrays of another device are copied. The caller has made this place wait for the work that wrote them.
         """
@@ -169,7 +169,7 @@ class Places:
         return copy
 
     def moved(self, a: Any, worker: int) -> Any:
-        """An array that the library has made, on the device of a worker: a copy if it lies elsewhere."""
+        """An array of the library on the device of a worker: a copy if it is on another device."""
         if type(a) is cp.ndarray and a.data.device_id == self.device(worker):
             return a
         return self.own(a, worker)

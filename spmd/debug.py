@@ -31,7 +31,7 @@ def debug(
 ) -> _GeneratorContextManager[None]:
     """Expensive checks for the code inside the block; also a decorator.
 
-    Checks that are not named stay as they are outside of the block.
+    Other checks keep their setting from outside of the block.
 
     mutation: a tape keeps the bare arrays that its rules need without copying them. Writing to one before the backward
     sweep silently changes the gradient. This check takes a checksum of each array when it is recorded, and compares it
@@ -128,7 +128,7 @@ def _compare_replicas(x: Array, value) -> None:
     worker = WORKER.get()
     if worker is None:
         return
-    excluded = getattr(worker.comm, "axes", ())  # the axes of spmd.at_root, along which no other worker takes part
+    excluded = getattr(worker.comm, "axes", ())  # inside spmd.at_root only the root runs
     axes = tuple(n for n in worker.mesh.axes if n not in x.state.varying and n not in excluded)
     group = worker.group(axes)
     if group.size == 1:

@@ -1,4 +1,4 @@
-"""What this process has found and chosen: `spmd.info()` and `python -m spmd info`."""
+"""A report of the transports and devices: `spmd.info()` and `python -m spmd info`."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def _torch() -> str:
 
 
 def info() -> str:
-    """A report of the transports and devices: what this process finds, and what a new mesh would use.
+    """A report of the transports and devices of this process, and of those that a new mesh would use.
 
-    Inside `with mesh:` it says what that mesh uses, and which schedulers its maps have chosen.
+    Inside `with mesh:` it is about that mesh, and shows the schedulers that its maps have chosen.
     """
     world = job_world()
     size = 1 if world is None else world.size

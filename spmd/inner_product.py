@@ -43,7 +43,7 @@ def inner(x, y):
 
 
 def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
-    """The inner product in the dtype of the sum, and the shorter dtype to round it to, if any. where: the caller."""
+    """The inner product in the dtype of the sum, and the shorter dtype to round it to, if any. function: the caller."""
     (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
         raise StateError.at(
@@ -142,7 +142,7 @@ def _inner_outside(a, b):
     def body(worker: Worker):
         w, block_of = worker.index, worker.comm.given
         product: Any = np.vdot(block_of(a.blocks[w]), block_of(b.blocks[w])) if a.layout.owners[w] == w else 0
-        # On a device the zeros of the other workers lie on the device too.
+        # On a mesh of GPUs the zeros of other owners must be on the device too.
         dtype = np.result_type(a.dtype, b.dtype)
         part = product.astype(dtype) if on_device(product) else owned_on(worker.mesh, np.asarray(product, dtype), w)
         call = Call("inner", axes, part.dtype, part.shape, same_shape=True)

@@ -321,7 +321,7 @@ class Layout:
         return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise if the layout cannot stand for a spec: other axes, other dimensions, or copies that vary."""
+        """Raise if the layout cannot replace a spec: other axes, other dimensions, or copies that vary."""
         if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
             raise LayoutError.at(
                 where,
@@ -454,7 +454,7 @@ class Layout:
 
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
-        """The layout of the array whose blocks have these shapes, split as the spec says."""
+        """The layout of the array that a spec splits into blocks of these shapes."""
         ndim = len(shapes[0])
         spec.check(axes, where, "spec", ndim)
         probe = cls((0,) * ndim, spec, axes)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import DONATED, PartitionedArray, donated_error, relayout
+from spmd.array import DONATED, PartitionedArray, donated_error, layout_of, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
@@ -72,7 +72,7 @@ class ArgumentSpecs:
     ) -> tuple[list[Leaf], Callable[[Sequence], tuple]]:
         """The arguments as leaves with their specs, and a function from new leaves to (args, kwargs).
 
-        admit: checks an argument that is not laid out as its spec says; by default `admit` below.
+        admit: checks an argument in another layout than that of its spec; by default `admit` below.
         """
         leaves: list[Leaf] = []
         for name, spec, value in self._named(args, kwargs):
@@ -165,7 +165,7 @@ class ArgumentSpecs:
                 )
 
     def is_laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
-        """Whether an argument lies on this mesh as its spec says. The answer is cached by layout and spec."""
+        """Whether an argument is on this mesh in the layout of its spec. Cached by layout and spec."""
         if type(x) is not PartitionedArray or x.mesh is not mesh or x.blocks is DONATED:
             return False
         layout = x.layout
@@ -299,7 +299,7 @@ def cotangent_for(g, value):
     bare, value = value_of(g), value_of(value)
     if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
         return g
-    layout, target = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
+    layout, target = layout_of(bare), layout_of(value)
     if layout == target:
         return g
     return move_to_layout(g, layout, target, (value if layout is None else bare).mesh, on_device(value))
@@ -313,7 +313,7 @@ def _move_back(g, _ans, _x, source: Layout | None, target: Layout | None, mesh: 
 def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, on_device: bool = False) -> Any:
     """Move an array from one layout to another; None is bare data. The transpose moves it back.
 
-    on_device: bare results stay on the device; otherwise they come to the host.
+    on_device: bare results stay on the device; otherwise they are copied to the host.
     """
     if target is None:
         return (x.gathered() if on_device else x.numpy()) if isinstance(x, PartitionedArray) else x

@@ -423,7 +423,7 @@ def _relative_square(grads: Any, max_norm: float) -> Any:
         if value_of(total) > 1e-20 and value_of(relative) < np.inf:  # no relevant underflow, on any worker
             return relative
     # Squares may overflow or underflow, and a device is not asked: divide first, in float64.
-    limit = np.float64(1) * max_norm  # a NumPy number, which widens what it divides
+    limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
     scaled = tree.map(lambda g: g / limit, grads)
     return np.real(inner(scaled, scaled))
 

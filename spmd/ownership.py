@@ -102,7 +102,7 @@ def _made_writable(x: np.ndarray) -> bool:
     views, root = [x], x
     while not root.flags.owndata:
         base: Any = root.base
-        # References: of the view, of this name, of the call, and of the pool if it keeps the memory at hand.
+        # References: the view, this name, the call, and the pool if it holds the memory.
         if sys.getrefcount(base) != 3 + getattr(base, "at_hand", 0):
             return False
         root = base

@@ -125,7 +125,7 @@ def _scalar_block(x: Any, layout: Layout, worker: int) -> np.ndarray:
 def from_callback(
     shape: Sequence[int], spec: Spec, fn: Callable[[tuple[slice, ...]], Any], mesh: Mesh | None = None
 ) -> PartitionedArray:
-    """An array of which each process makes its own blocks: fn(index) returns the block at that index of the whole.
+    """An array from a function that each process calls for its own blocks: fn(index) returns the block at an index.
 
     As `jax.make_array_from_callback`. Raises LayoutError for a block whose shape differs from that of its index.
     """
@@ -158,7 +158,7 @@ def from_callback(
 
 @api_boundary
 def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mesh | None = None) -> PartitionedArray:
-    """The array whose blocks are these, split as the spec says; they may be uneven.
+    """The array that a spec splits into these blocks, which may be uneven.
 
     blocks: one for each worker of this process, in order, or a mapping from worker numbers. One process gives all
     blocks; under MPI each gives its own (collective: the shapes are exchanged).

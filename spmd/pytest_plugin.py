@@ -100,7 +100,7 @@ def _plans(config: pytest.Config, workers: Sequence = WORKERS, schedulers: Seque
     plans = [Plan(a, s) for a in axes for s in schedulers]
     if n:
         fitting = [a for a in axes if math.prod(k for _, k in a) == n]
-        # Names that the tests know.
+        # Tests may use the axis names.
         names = [name for name, _ in axes[0]] if axes else ["x"]
         plans += [Plan(a, "mpi") for a in fitting or [tuple((name, 1 if k else n) for k, name in enumerate(names))]]
     return plans

@@ -337,7 +337,7 @@ def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> L
     adjoint = A.H
     norm_b = _norm(b)
     beta, u = _normalized(b if start is None else _axpy(-1, A(start), b))
-    change = tree.map(Space.zeros, domain)  # what is added to x0
+    change = tree.map(Space.zeros, domain)  # x - x0
     alpha, v = _normalized(adjoint(u)) if beta > 0 else (0.0, change)
     # rho_bar and phi_bar are the last diagonal entry and the last right-hand side of the rotated system.
     direction, rho_bar, phi_bar = v, alpha, beta

@@ -63,8 +63,8 @@ def check_adjoint(
     The first test is linearity. Then F* returns shape, dtype and state of the arguments, copies of a value are equal,
     F** = F, and no input is written to. Collective under MPI; all workers reach one verdict. An operator on global
     arrays (`spmd.linear_operator`) brings its shapes, specs, dtypes and mesh: `check_adjoint(A)` tests A.H.
-    Returns a report, which also says where F* differs from F^H. Raises AdjointError, which holds a report, unless
-    raises=False; an error in f is raised as it is.
+    Returns a report, with the entries in which F* differs from F^H. Raises AdjointError, which holds the report, unless
+    raises=False. An error in f is not caught.
     """
     _check_draws(trials, seed)
     if isinstance(f, Linear) and hasattr(f, "domain"):
@@ -126,7 +126,7 @@ def _explained_report(test: DotTest, shrink: bool) -> AdjointReport:
         if smallest is not test:
             report.smallest = run(smallest)
             locate(smallest, report.smallest)
-            report.hint = report.hint or report.smallest.hint  # the larger case says more
+            report.hint = report.hint or report.smallest.hint  # from the larger case if it has one
     return report
 
 

@@ -26,8 +26,9 @@ class Fault(NamedTuple):
 class Place(NamedTuple):
     """One number of an argument or of a result.
 
-    part: of which argument or result. worker: its number; of copies the first. local: the index in this worker's block.
-    whole: in the global array, where its layout is known. unit: "re" or "im" where the map is linear over the reals.
+    part: the position of the argument or result. worker: the first one that holds the number. local: the index in its
+    block. whole: the index in the global array, if its layout is known. unit: "re" or "im" if the map is linear over
+    the reals only.
     """
 
     name: str
@@ -171,7 +172,9 @@ class AdjointReport:
         return {"passed": self.passed, "kind": self.kind, **figures}
 
 
-_KINDS: list[str] = "modified linear raises count shape dtype state promise copies value twice".split()
+_KINDS: list[str] = [
+    *("modified", "linear", "raises", "count", "shape", "dtype", "state", "promise", "copies", "value", "twice")
+]
 """The kinds of faults. Each hides those after it: a map that is not linear has no adjoint to compare."""
 
 

@@ -61,7 +61,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "stencils": ("stencil",),
 }
 
-if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
+if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspelt names.
     __all__ = sorted(name for names in FAMILIES.values() for name in names)
     __getattr__, __dir__ = lazy_attributes(
         __name__, {f"spmd.functions.{family}": names for family, names in FAMILIES.items()}

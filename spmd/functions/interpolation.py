@@ -107,7 +107,7 @@ def resample(x, taps: Taps, axis: int = -1):
     return _resample(x, taps=taps, axis=axis % x.ndim)
 
 
-# A body asks for its plan at every step.
+# Cached, because a body calls it at every step.
 @lru_cache(maxsize=64)
 def _plan(n: int, m: int, method: str, align_corners: bool, antialias: bool, cubic: float) -> Taps:
     return Taps(n, *taps.resize_taps(n, m, method, align_corners, antialias, cubic))

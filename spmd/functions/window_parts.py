@@ -123,7 +123,7 @@ def _halos(w: Window) -> list[Pair]:
 
 
 def _only_neighbours(w: Window) -> bool:
-    """Whether each block needs only itself and the blocks next to it, and what it needs touches itself."""
+    """Whether the interval that each block needs touches the block, and reaches at most the next blocks."""
     halos, last = _halos(w), len(w.inputs) - 1
     for block, ((low, high), (start, stop)) in enumerate(zip(halos, w.input_bounds, strict=True)):
         begin, end = _needed_inside(w, block)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
+from spmd.array import PartitionedArray, layout_of
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import value_of
@@ -79,9 +79,8 @@ class Space:
 
     def convert(self, x: Any) -> Any:
         """An array of this shape, with the dtype and layout of this space. Differentiable."""
-        value = value_of(x)
-        layout = value.layout if isinstance(value, PartitionedArray) else None
-        if value.dtype != self.dtype:
+        layout = layout_of(x)
+        if value_of(x).dtype != self.dtype:
             x = x.astype(self.dtype)
         return x if layout == self.layout else move_to_layout(x, layout, self.layout, self.mesh)
 

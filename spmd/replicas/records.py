@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.errors import caller, source_line
-from spmd.replicas.compare import OTHER, SAME, TABLE, digest, relation
+from spmd.replicas.compare import OTHER, SAME, TABLE_MAX, digest, relation
 
 __all__ = ["Record", "Replicas", "Source", "array_text", "object_record", "record_relation", "source_of"]
 
-KEPT_BYTES = 64 << 20
-"""The bytes of noted arrays that a map of processes keeps, to tell rounding from another value."""
-MANY = 64
+NOTED_BYTES_MAX = 64 << 20
+"""The most bytes of noted arrays that a map of processes keeps, to distinguish rounding from other values."""
+SINGLE_RECORDS_MAX = 64
 """Occurrences of a line in one map that are noted one by one. Of later ones those are noted whose number is a power of
 two; the digest covers all before."""
 
@@ -92,11 +92,11 @@ class Replicas:
         self._bytes = 0
 
     def first_value(self, key: Any, own: tuple, size: int) -> tuple | None:
-        """The value of the first of `size` workers that come to a comparison; None for the first itself."""
+        """The value of the first of `size` workers that reach a comparison; None on that worker."""
         with self._lock:
             entry = self._waiting.get(key)
             if entry is None:
-                if len(self._waiting) >= TABLE:
+                if len(self._waiting) >= TABLE_MAX:
                     del self._waiting[next(iter(self._waiting))]
                 self._waiting[key] = [own, 1]
                 return None
@@ -109,8 +109,8 @@ class Replicas:
         """Note the part of an array that a line of the body compares; `count` is the number of the occurrence."""
         line = f"{','.join(axes)}|{record.where}|{record.argument}|{record.source}"
         number = digest(part)
-        value = part if count < MANY and self._bytes + part.nbytes <= KEPT_BYTES else None
-        if count >= MANY:
+        value = part if count < SINGLE_RECORDS_MAX and self._bytes + part.nbytes <= NOTED_BYTES_MAX else None
+        if count >= SINGLE_RECORDS_MAX:
             number = self._later[line] = hash((self._later.get(line, 0), number))
             if count & (count - 1):
                 return

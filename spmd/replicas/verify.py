@@ -1,8 +1,8 @@
 """Compare the copies of a value on several workers, and report where they differ.
 
-A bare array or number counts as Invariant although nobody declared it. Where that decides a number, the copies of the
-workers are compared: results promised Invariant, arguments and closures of processes, reductions that are the identity
-on Invariant values, and Invariant leaves of gradients taken inside a body.
+A bare array or number counts as Invariant without a declaration. If a result depends on that, the copies of the workers
+are compared: results promised Invariant, arguments and closures of processes, reductions that are the identity on
+Invariant values, and Invariant leaves of gradients taken inside a body.
 
 Virtual workers compare their arrays with each other at once. Processes note a digest, and compare the digests with the
 message that ends the map.
