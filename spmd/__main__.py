@@ -44,8 +44,6 @@ def parse_dtype(text: str) -> np.dtype:
 
 
 def parse_count(minimum: int) -> Callable[[str], int]:
-    """A parser of integers of at least `least`."""
-
     def parse(text: str) -> int:
         try:
             value = int(text)

@@ -458,7 +458,6 @@ DONATED: Any = _Donated()
 
 
 def donated_error(where: str, argument: str | None = None) -> Exception:
-    """The error for the use of a donated array."""
     return DonatedError.at(
         where,
         argument=argument,

@@ -36,7 +36,6 @@ Run = Callable[[Mesh, tuple, list[Leaf], Callable[[Worker, list], BodyResults], 
 
 
 def called_in_body(where: str) -> MeshError:
-    """The error for a map that a body calls."""
     return MeshError.at(
         where,
         got="a map that is called inside a body",

@@ -413,7 +413,7 @@ def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
 def _choice(where: str, option: str, value: str | None) -> str | None:
     """An option from its argument, checked, or its environment variable."""
     variable = f"SPMD_{option.upper()}"
-    values = SETTINGS[variable].known
+    values = SETTINGS[variable].choices
     if value is None:
         return setting(variable)
     if value not in values:

@@ -363,7 +363,6 @@ class _Step(NamedTuple):
 
 
 def _pop_block(table: dict[int, Any], workers: Sequence[int]) -> Any:
-    """The block of these workers, removed from the table."""
     block = None
     for w in workers:
         block = table.pop(w)

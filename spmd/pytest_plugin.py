@@ -90,7 +90,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _function(fixture: Any) -> Any:
-    """The function of a fixture."""
     return getattr(fixture, "_fixture_function", None) or fixture.__wrapped__
 
 
@@ -180,7 +179,6 @@ _OPENMPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def _mpiexec(config: pytest.Config, n: int) -> list[str]:
-    """The launch command for n processes."""
     command = config.getoption("--spmd-mpiexec")
     if command:
         return [*shlex.split(command), "-n", str(n)]

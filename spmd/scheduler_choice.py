@@ -48,7 +48,6 @@ class Trial:
 
     @property
     def next(self) -> str:
-        """The scheduler of the next call."""
         in_turns = "threads" if len(self.seconds["threads"]) <= len(self.seconds["lockstep"]) - 2 else "lockstep"
         return self.chosen or in_turns
 

@@ -16,13 +16,13 @@ __all__ = ["SETTINGS", "check_all", "complaints", "setting"]
 class _Setting(NamedTuple):
     """One variable. parse: the value of a text; ValueError if it has none. need: the allowed texts, in words.
 
-    default: the value of an unset variable. known: the allowed texts, if there are few.
+    default: the value of an unset variable. choices: the allowed texts, if there are few.
     """
 
     parse: Callable[[str], Any]
     need: str
     default: Any
-    known: tuple[str, ...]
+    choices: tuple[str, ...]
 
 
 def _one_of(*texts: str) -> _Setting:
@@ -81,7 +81,7 @@ def setting(name: str) -> Any:
 
 def _setting_error(name: str, text: str) -> MeshError:
     spec = SETTINGS[name]
-    mend = f"{name}={closest(_SWITCH_WORDS.get(text.lower(), text), spec.known)}, or leave the variable out"
+    mend = f"{name}={closest(_SWITCH_WORDS.get(text.lower(), text), spec.choices)}, or leave the variable out"
     where = f"the environment variable {name}"
     return MeshError.at("spmd.Mesh", argument=where, got=repr(text), need=spec.need, mend=mend)
 

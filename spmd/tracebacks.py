@@ -121,7 +121,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _without_library_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the library's frames."""
     entries, internal = [], False
     while traceback is not None:
         if _is_internal(traceback.tb_frame.f_globals.get("__name__", "")):

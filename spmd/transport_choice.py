@@ -38,7 +38,6 @@ class TransportRequest(NamedTuple):
         return self.size == expected_size()
 
     def choose(self) -> Transport:
-        """The transport."""
         if self.name != "nccl":
             return self.choose_engine()
         from spmd.transport.nccl import NcclTransport

@@ -149,7 +149,6 @@ def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, 
 
 
 def per_dimension(where: str, argument: str, value: Any, ndim: int) -> tuple:
-    """One value for each dimension."""
     if not isinstance(value, tuple):
         return (value,) * ndim
     if len(value) != ndim:

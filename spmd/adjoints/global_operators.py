@@ -12,7 +12,7 @@ import numpy as np
 from spmd.adjoints import matrices
 from spmd.adjoints.bisection import LazySequence, wrong_entries
 from spmd.adjoints.report import AdjointReport, Fault, Place, as_number
-from spmd.adjoints.trial import PERTURBATIONS, ROUNDING_FACTOR, TrialResult
+from spmd.adjoints.trial import PERTURBATIONS, ROUNDING_FACTOR, TrialResult, random_numbers
 from spmd.autodiff import tree
 from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
@@ -135,19 +135,13 @@ def _trial(op: LinearOperator, exact: bool, key: tuple[int, ...]) -> TrialResult
 
 
 def _draw(space: Any, exact: bool, key: tuple[int, ...]) -> Any:
-    """A random element of a space: no zeros behind which an error would hide."""
+    """A random element of a space."""
     spaces, treedef = tree.flatten(space)
 
     def drawn(s: Space, k: int):
         def block(shape: tuple[int, ...], place: tuple[int, ...]) -> np.ndarray:
-            rng = np.random.default_rng([*key, k, *place])
-            limit = 1 << (np.finfo(s.dtype).nmant // 3)
-
-            def real():
-                integers = rng.integers(1, limit + 1, shape) * rng.choice((-1, 1), shape)
-                return integers if exact else rng.standard_normal(shape)
-
-            return real() + 1j * real() if s.dtype.kind == "c" else real()
+            limit = 1 << (np.finfo(s.dtype).nmant // 3) if exact else None
+            return random_numbers(np.random.default_rng([*key, k, *place]), shape, s.dtype, limit)
 
         return s.from_blocks_of(block)
 

@@ -13,9 +13,8 @@ import numpy as np
 from spmd.adjoints.bisection import LazySequence, wrong_entries
 from spmd.adjoints.dot_test import DotTest
 from spmd.adjoints.report import AdjointReport, Entry, Place, as_number, number_text
-from spmd.adjoints.trial import InBody, device_block, state_in
+from spmd.adjoints.trial import InBody, device_block, host_array, state_in
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import to_host
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 
@@ -158,7 +157,7 @@ class _Side:
         for k, (a, like) in enumerate(zip(arrays, self.arrays, strict=True)):
             offset = self.offsets.get((k, self.body.worker.index))
             if offset is not None:
-                data = np.asarray(to_host(value_of(a))).reshape(-1)
+                data = host_array(a).reshape(-1)
                 if self.body.split and np.dtype(like.dtype).kind == "c":
                     data = np.stack([np.real(data), np.imag(data)], axis=-1).reshape(-1)
                 vector[offset : offset + data.size] = data

@@ -117,7 +117,6 @@ class AdjointReport:
 
     @property
     def of(self) -> str:
-        """What was tested, on what."""
         return f"{self.name} of {' and '.join(map(str, self.shapes))} on {self.mesh}"
 
     def __str__(self) -> str:

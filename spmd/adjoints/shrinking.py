@@ -86,7 +86,6 @@ def _candidates(test: DotTest) -> Iterator[DotTest]:
 
 
 def _smaller_numbers(n: int) -> list[int]:
-    """Smaller numbers to try, the smallest first."""
     return sorted({m for m in (1, 2, 3, n // 2, n - 1) if 0 < m < n})
 
 
@@ -272,7 +271,6 @@ def _without_dimension(value: Any, d: int, ndim: int) -> Any:
 
 
 def _changed_fields(f: Any, change) -> Any:
-    """An operator with each field changed."""
     if not isinstance(f, Operator):
         return f
     own = [field.name for field in fields(f) if field.name != "axes"]

@@ -31,7 +31,9 @@ __all__ = [
     "Trial",
     "TrialResult",
     "device_block",
+    "host_array",
     "raise_fault",
+    "random_numbers",
     "state_in",
 ]
 
@@ -156,7 +158,7 @@ class InBody:
         total = np.clongdouble(0)
         for x, y in zip(a, b, strict=True):
             if self.owns(x, self.rooted(side)):
-                u, v = np.asarray(to_host(value_of(x))), np.asarray(to_host(value_of(y)))
+                u, v = host_array(x), host_array(y)
                 total += np.sum(np.conj(u).astype(np.clongdouble) * v.astype(np.clongdouble))
         return total
 
@@ -167,7 +169,6 @@ class InBody:
         return self.worker.comm.all_gather(self.worker.group(axes), call, own).wait()
 
     def texts(self, text: str) -> list[str]:
-        """This text of every worker."""
         return [bytes(b).decode() for b in self.all_gather(np.frombuffer(text.encode(), np.uint8))]
 
     def merged(self, faults: list[Fault]) -> list[Fault]:
@@ -241,7 +242,7 @@ class Trial(InBody):
             """The results in which F(z + factor x) is not F(z) + factor F(x)."""
 
             def combined(z, x):
-                return np.asarray(to_host(value_of(z))) + factor * np.asarray(to_host(value_of(x)))
+                return host_array(z) + factor * host_array(x)
 
             blocks = [(z, np.asarray(combined(z, x), z.dtype)) for x, z in zip(xs, others, strict=True)]
             f_combined = self.forward(*[Array(device_block(data, self.worker), z.state) for z, data in blocks])
@@ -282,7 +283,7 @@ class Trial(InBody):
         ]
 
     def _is_close(self, a, b) -> bool:
-        a, b = np.asarray(to_host(value_of(a))), np.asarray(to_host(value_of(b)))
+        a, b = host_array(a), host_array(b)
         if self.test.exact or a.shape != b.shape:
             return np.array_equal(a, b)
         rough = np.sqrt(np.finfo(self.test.dtype).eps)
@@ -304,7 +305,7 @@ class Trial(InBody):
         numbers = [*products, *squares, *moved, *cost]
         copies = [("result", k, o, "target") for k, o in enumerate(outs)]
         copies += [("cotangent of argument", k, g, "source") for k, g in enumerate(cotangents)]
-        digests = [digest(np.asarray(to_host(value_of(a)))) for _, _, a, _ in copies]
+        digests = [digest(host_array(a)) for _, _, a, _ in copies]
         rows = np.stack(self.all_gather(np.array([*numbers, *digests], np.clongdouble)))
         sums, digests = np.sum(rows[:, : len(numbers)], axis=0), np.real(rows[:, len(numbers) :])
         for column, (name, k, a, side) in enumerate(copies):
@@ -402,17 +403,8 @@ class _Draw:
         return np.random.default_rng([*self.key, tag % (1 << 31), *place])
 
     def __call__(self, shape: Shape, state, dtype: np.dtype, tag: int) -> Array:
-        rng = self.rng(state, tag)
-
-        def real():
-            if not self.exact:
-                return rng.standard_normal(shape)
-            # No zeros, which would hide a missed entry; few bits, so that sums and multiples are exact.
-            limit = 1 << (min(np.finfo(d).nmant for d in (self.dtype, dtype)) // 3)
-            integers = rng.integers(1, 2 * limit + 1, shape)
-            return np.where(integers > limit, limit - integers, integers)
-
-        data = real() + 1j * real() if dtype.kind == "c" else real()
+        limit = 1 << (min(np.finfo(d).nmant for d in (self.dtype, dtype)) // 3) if self.exact else None
+        data = random_numbers(self.rng(state, tag), shape, dtype, limit)
         return Array(device_block(np.asarray(data, dtype), self.worker), state)
 
     def like(self, x, tag: int) -> Array:
@@ -426,6 +418,21 @@ class _Draw:
         return Array(device_block(data.astype(x.dtype), self.worker), x.state)
 
 
+def random_numbers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, limit: int | None) -> np.ndarray:
+    """Integers from -limit to limit, or normal numbers for None; complex for complex dtypes.
+
+    The integers are not 0, which would hide a missed entry, and have few bits, so that sums and multiples are exact.
+    """
+
+    def real():
+        if limit is None:
+            return rng.standard_normal(shape)
+        integers = rng.integers(1, 2 * limit + 1, shape)
+        return np.where(integers > limit, limit - integers, integers)
+
+    return real() + 1j * real() if dtype.kind == "c" else real()
+
+
 def device_block(data: np.ndarray, worker: Worker) -> np.ndarray:
     """A read-only block on the device of its worker."""
     data = np.asarray(data)
@@ -435,12 +442,15 @@ def device_block(data: np.ndarray, worker: Worker) -> np.ndarray:
     return data
 
 
+def host_array(x) -> np.ndarray:
+    return np.asarray(to_host(value_of(x)))
+
+
 def state_in(x, worker: Worker):
     return getattr(x, "state", None) or worker.state()
 
 
 def raise_fault(error: Exception) -> Fault:
-    """The fault of an F* that raises."""
     name = type(error).__name__
     return Fault(f"raises {name}", f"F* raises {name}: {error}".replace("\n", "\n    "))
 

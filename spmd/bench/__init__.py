@@ -192,7 +192,6 @@ def _report(records: list[dict[str, Any]], *, copy: float, add: float, gemm: flo
 
 
 def table(report: dict[str, Any]) -> str:
-    """A report as text."""
     limits = report["limits"]
     lines = [
         f"kernels on {report['device']}, numba {'on' if report['numba'] else 'off'}: each worker has its own block",

@@ -12,7 +12,7 @@ from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import as_array
-from spmd.functions.window_arguments import paddings, per_dimension
+from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.functions.window_parts import plan_parts
 from spmd.layout import P
 from spmd.mesh import Worker, here
@@ -222,7 +222,6 @@ def _wrong_channels(where: str, x: Any, w: Any, groups: int) -> SpecError:
 
 
 def _missing_spec(where: str, shape: Any, boundary: Any) -> SpecError:
-    """The error for an option that needs a spec."""
     argument, got = ("boundary", repr(boundary)) if shape is None else ("shape", repr(shape))
     mend = 'spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does'
     return SpecError.at(where, argument=argument, got=got, need="a spec beside it", mend=mend)
@@ -282,14 +281,7 @@ def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
     need = "floating or complex numbers"
     x, w = (as_array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
-    if not 3 <= x.ndim <= 5:
-        raise SpecError.at(
-            where,
-            argument="x",
-            got=describe(x),
-            need="shape (N, C, *spatial), with one to three spatial dimensions",
-            mend="x[np.newaxis] for a single example",
-        )
+    check_spatial(where, x)
     if w.ndim != x.ndim or 0 in w.shape[2:]:
         raise SpecError.at(
             where,

@@ -60,7 +60,6 @@ class Taps:
 
     @cached_property
     def T(self) -> Taps:
-        """The taps of the adjoint."""
         return Taps(len(self), *taps.transposed(self.index, self.weight, self.n))
 
     def on(self, x: Any) -> tuple[Any, Any]:

@@ -6,9 +6,8 @@ from typing import Any
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
-from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_array, as_floating
-from spmd.functions.window_arguments import paddings, per_dimension
+from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.tracebacks import api_boundary
 
 __all__ = ["avg_pool", "max_pool"]
@@ -105,14 +104,7 @@ def avg_pool(
 
 
 def _window(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
-    if not 3 <= x.ndim <= 5:
-        raise SpecError.at(
-            where,
-            argument="x",
-            got=describe(x),
-            need="one to three spatial dimensions after those of the batch and the channels, (N, C, *spatial)",
-            mend="x[None, None] for a plain image" if x.ndim in (1, 2) else "np.reshape(x, (N, C, *spatial))",
-        )
+    check_spatial(where, x)
     shape = x.shape[2:]
     window = per_dimension(where, "window", window, len(shape))
     stride = window if stride is None else per_dimension(where, "stride", stride, len(shape))

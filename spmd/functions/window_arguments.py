@@ -6,12 +6,20 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import SpecError
+from spmd.errors import SpecError, describe
 from spmd.kernels.windows import same_padding
 
-__all__ = ["paddings", "per_dimension"]
+__all__ = ["check_spatial", "paddings", "per_dimension"]
 
 Pairs = tuple[tuple[int, int], ...]
+
+
+def check_spatial(where: str, x: Any) -> None:
+    """Raise unless x is (N, C, *spatial)."""
+    if not 3 <= x.ndim <= 5:
+        need = "shape (N, C, *spatial), with one to three spatial dimensions"
+        mend = "np.reshape(x, (N, C, *spatial)): x[None, None] for one image"
+        raise SpecError.at(where, argument="x", got=describe(x), need=need, mend=mend)
 
 
 def per_dimension(where: str, argument: str, value: Any, dims: int, minimum: int = 1) -> tuple[int, ...]:

@@ -235,8 +235,6 @@ def make_domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, me
 
 
 class _Like:
-    """A shape and a dtype."""
-
     def __init__(self, shape: Sequence[int] | int, dtype: Any):
         self.shape = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         self.dtype = np.dtype(dtype)

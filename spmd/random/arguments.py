@@ -18,7 +18,6 @@ from spmd.kernels import on_device
 
 
 def key_words(where: str, key: Any) -> Any:
-    """The two words of a key."""
     words = np.asarray(key) if type(key) is PartitionedArray else value_of(key)
     words = words if on_device(words) else admit(words, where, "key", error=SpecError, need="one key, uint32[2]")
     if getattr(words, "dtype", None) != np.uint32 or words.shape != (2,):
