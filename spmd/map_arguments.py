@@ -24,7 +24,7 @@ from spmd.operators.memo import bounded
 from spmd.operators.varying import Join
 from spmd.placement import cut, put
 from spmd.replicas.compare import compared_part, digest, is_skipped, next_turn
-from spmd.replicas.records import Record, Replicas
+from spmd.replicas.records import ReplicaRecord, Replicas
 from spmd.spec_trees import Leaf, spread
 from spmd.state import state_of
 
@@ -258,7 +258,7 @@ class MapArgument:
         """Note the argument for the comparison of processes, unless it was compared before or has the spec None."""
         x = self.value
         if self.number:
-            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "number")
+            replicas.add(tuple(mesh.axes), ReplicaRecord(where, path, "", repr(x)), "number")
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
             (block,) = self.blocks.values()
             if isinstance(x, PartitionedArray):
@@ -268,11 +268,11 @@ class MapArgument:
                         return
                 replicas.arrays.append(x)
             shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
-            note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
+            note_argument(mesh, replicas, ReplicaRecord(where, path, "", shape), self.spec, block, turns)
 
 
 def note_argument(
-    mesh: Mesh, replicas: Replicas, record: Record, spec: Spec | None, block: Any, turns: dict[Any, int]
+    mesh: Mesh, replicas: Replicas, record: ReplicaRecord, spec: Spec | None, block: Any, turns: dict[Any, int]
 ) -> None:
     """Note an argument of one of several processes: its shape and spec for the comparison with all others, its block
     for the comparison with the processes that hold copies of it."""

@@ -15,7 +15,7 @@ from spmd.mesh import Mesh
 from spmd.transport.blas_threads import usable_cores
 from spmd.transport.handles import Outcome
 
-__all__ = ["Trial"]
+__all__ = ["SchedulerTrial"]
 
 _SEGMENT_MIN = 400e-6
 """Seconds between two waits from which threads may be faster: a handoff across cores takes about 35 us."""
@@ -31,7 +31,7 @@ _lock = RLock()
 """Several threads of the user may call a map, and so may a signal handler that interrupts one of them."""
 
 
-class Trial:
+class SchedulerTrial:
     """The first calls of a map for arguments of given shapes. chosen: the scheduler; None before the choice.
 
     seconds: those of the calls so far. segment: the longest work of one core between two waits, in seconds. quiet:

@@ -32,7 +32,7 @@ from spmd.replicas.compare import (
     sketch,
     sketches_agree,
 )
-from spmd.replicas.records import Record, Replicas, Source, array_text, source_of
+from spmd.replicas.records import ReplicaRecord, Replicas, Source, array_text, source_of
 
 __all__ = ["report", "verify_replicas", "verify_shared"]
 
@@ -78,7 +78,7 @@ def verify_replicas(
     turn = next_turn(worker.mesh.turns, (worker.index, *line, value.shape))
     part = compared_part(value, turn)
     if replicas.distributed:
-        record = Record(where, argument, str(source), array_text(value), turn, 0, None)
+        record = ReplicaRecord(where, argument, str(source), array_text(value), turn)
         replicas.add_line(group.axes, part, record, count)
         return
     first = replicas.first_value((*line, count), (worker.index, value, part), group.size)
@@ -105,7 +105,7 @@ def verify_shared(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], replicas:
         x.compared = True
 
 
-def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mapping[str, Record]) -> None:
+def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mapping[str, ReplicaRecord]) -> None:
     first = shared[0]
     if all(noted == first for noted in shared.values()):
         return
