@@ -114,7 +114,7 @@ def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | Non
     square = square / count if centred else square / count + mean * mean
     rstd = 1 / np.sqrt(square + eps)
     mean = mean if centred else np.zeros_like(rstd)
-    y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd), parts=SharedResults()), x.shape)
+    y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd)), x.shape)
     y = y if weight is None else y * weight
     return cast(np.reshape(y if bias is None else y + bias, shape), x.dtype)
 
@@ -160,27 +160,14 @@ def rms_norm(x, weight=None, eps: float = 1e-6, *, ndim: int = 1, axis_name: Axi
 # Channels: x is (outer, channels, inner), with one mean, scale and shift for each channel.
 
 
-def _sums_g(h, _ans, _g, x, mean) -> Any:
-    return _affine(x, mean, h[1], h[0], parts=SharedResults())
-
-
-def _sums_x(h, _ans, g, _x, mean) -> Any:
-    return _affine(g, np.zeros_like(mean), h[1], np.zeros_like(mean), parts=SharedResults())
-
-
 @primitive(
     "channel_sums",
-    _sums_g,
-    _sums_x,
+    lambda h, _ans, _g, x, mean: _affine(x, mean, h[1], h[0]),
+    lambda h, _ans, g, _x, mean: _scaled(g, h[1]),
     lambda h, ans, _g, _x, _mean: -h[1] * ans[0],
 )
 def _sums(g, x, mean):
     return kernels.of(x).channel_sums(g, x, mean)
-
-
-def _affine_x(g, _ans, _x, _mean, scale, _shift, *, parts) -> Any:
-    zeros = np.zeros_like(scale)
-    return _affine(g, zeros, scale, zeros, parts=SharedResults())
 
 
 def _pairs(g, x, mean):
@@ -190,19 +177,26 @@ def _pairs(g, x, mean):
 
 @primitive(
     "channel_affine",
-    _affine_x,
-    lambda g, _ans, x, mean, scale, _shift, *, parts: -scale * parts.take(g, 0, lambda: _pairs(g, x, mean)),
-    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 1, lambda: _pairs(g, x, mean)),
-    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 2, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, _x, _mean, scale, _shift, *, shared: _scaled(g, scale),
+    lambda g, _ans, x, mean, scale, _shift, *, shared: -scale * shared.take(g, 0, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, shared: shared.take(g, 1, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, shared: shared.take(g, 2, lambda: _pairs(g, x, mean)),
 )
-def _affine(x, mean, scale, shift, *, parts: SharedResults):
+def _channel_affine(x, mean, scale, shift, *, shared: SharedResults):
     return kernels.of(x).channel_affine(x, mean, scale, shift)
 
 
-@primitive(
-    "moments",
-    lambda g, ans, x: _affine(x, ans[0], 2 * g[1], g[0] / max(1, x.shape[0] * x.shape[2]), parts=SharedResults()),
-)
+def _affine(x, mean, scale, shift):
+    """(x - mean) * scale + shift, channel by channel."""
+    return _channel_affine(x, mean, scale, shift, shared=SharedResults())
+
+
+def _scaled(x, scale):
+    zeros = np.zeros_like(scale)
+    return _affine(x, zeros, scale, zeros)
+
+
+@primitive("moments", lambda g, ans, x: _affine(x, ans[0], 2 * g[1], g[0] / max(1, x.shape[0] * x.shape[2])))
 def _moments(x):
     return kernels.of(x).moments(x)
 
@@ -321,7 +315,7 @@ def batch_norm(
     scale = 1 / np.sqrt(variance + eps)
     scale = scale if weight is None else scale * weight
     shift = np.zeros_like(scale) if bias is None else bias
-    y = np.reshape(_affine(stacked, mean, scale, shift, parts=SharedResults()), x.shape)
+    y = np.reshape(_affine(stacked, mean, scale, shift), x.shape)
     return y if running is None else (y, running)
 
 
@@ -349,7 +343,7 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
         y = np.reshape(y, (x.shape[0], channels, n))
         weight = np.ones_like(value_of(y), shape=(channels,), dtype=accurate(x.dtype)) if weight is None else weight
         zeros = np.zeros_like(weight)
-        y = _affine(y, zeros, weight, zeros if bias is None else bias, parts=SharedResults())
+        y = _affine(y, zeros, weight, zeros if bias is None else bias)
     return np.reshape(y, x.shape)
 
 
