@@ -186,12 +186,12 @@ def _channel_affine(x, mean, scale, shift, *, shared: SharedResults):
     return kernels.of(x).channel_affine(x, mean, scale, shift)
 
 
-def _affine(x, mean, scale, shift):
+def _affine(x, mean, scale, shift) -> Any:
     """(x - mean) * scale + shift, channel by channel."""
     return _channel_affine(x, mean, scale, shift, shared=SharedResults())
 
 
-def _scaled(x, scale):
+def _scaled(x, scale) -> Any:
     zeros = np.zeros_like(scale)
     return _affine(x, zeros, scale, zeros)
 
