@@ -11,7 +11,7 @@ from spmd.autodiff.dtypes import float0
 from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import grad, jvp, linear_transpose, linearize, stop_gradient, value_and_grad, vjp
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.autodiff.check import check_grads, check_vjp
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "spmd.autodiff.check": ("check_grads", "check_vjp"),

@@ -1,9 +1,9 @@
 """Test the adjoint of a distributed operator of your own, and find the bug in it.
 
 The operator is an upwind difference along a line that is split over workers, y_k = x_k - x_(k-1): each worker needs
-the last entry of its left neighbour. Its adjoint, g_k - g_(k+1), was written by hand. The first version forgets to
-send back what the neighbour lent; every worker alone looks right. The dot test finds it, on the smallest mesh that
-shows it, and names the entries that are wrong. The second version is right, and so is the one that the tape derives.
+the last entry of its left neighbour. Its adjoint is g_k - g_(k+1). The first version forgets to send an entry back to
+the neighbour, which no test on one worker shows. The dot test finds the error on the smallest possible mesh, and names
+the wrong entries. The second version is correct, and so is the adjoint of the tape.
 
     python examples/adjoint_test.py                  virtual workers
     mpiexec -n 3 python examples/adjoint_test.py     processes
@@ -25,12 +25,12 @@ def difference(x):
 
 
 def forgetful(g):
-    """The adjoint, but for what the left neighbour is owed."""
+    """The adjoint without the entry for the left neighbour."""
     return (g - np.concatenate([g[1:], np.zeros_like(g[:1])]),)
 
 
 def mended(g):
-    """The adjoint: the first entry goes back to the left neighbour."""
+    """The adjoint: the first entry is sent to the left neighbour."""
     after = spmd.shift(g[:1], "line", -1, wrap=False)
     return (g - np.concatenate([g[1:], after]),)
 

@@ -1,8 +1,8 @@
 """An affine layer whose input, weights and output lie on different numbers of workers: broadcast, multiply, sum-reduce.
 
-Twelve workers hold the weights as a 4 × 3 grid. The input comes in three blocks, on workers 0 to 2; the output leaves
-in four, on workers 4 to 7. Every size is uneven. The program prints who holds what, checks the layer and its gradients
-against NumPy on one worker, counts the messages, and fits the layer to data.
+Twelve workers hold the weights as a 4 × 3 grid. Workers 0 to 2 hold the input, in three blocks, and workers 4 to 7 the
+output, in four. Every size is uneven. The program prints the layouts, compares the layer and its gradients with NumPy
+on one worker, counts the messages, and fits the layer to data.
 
 Run: python examples/affine.py, or mpiexec -n 12 python examples/affine.py.
 """
@@ -19,7 +19,7 @@ BATCH, FEATURES, TARGETS = 41, 13, 6
 STEPS, RATE = 100, 1.0
 ROWS, COLUMNS = 4, 3  # of the grid of weights
 
-# Block j of the features is needed by all that hold column j of the weights: a copy each, of values that vary.
+# All workers with column j of the weights need a copy of block j of the features.
 holders = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
 x_layout = Layout.grid((BATCH, FEATURES), (1, COLUMNS), AXES, workers=[0, 1, 2])
 x_needed = Layout.grid((BATCH, FEATURES), (1, COLUMNS, ROWS), AXES, workers=holders.T.ravel())

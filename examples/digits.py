@@ -23,9 +23,9 @@ from spmd.layout_picture import side_by_side
 
 DIGITS = Path(__file__).with_name("digits.npz")  # see DATA.md
 
-# How the weight and the bias of a layer lie on the mesh. Layers come in pairs. The first of a pair is split by columns:
-# every worker along `model` makes some of the hidden features. The second is split by rows, to match: every worker
-# makes a partial product of the features it has, and one sum over `model` completes it. In between nothing is sent.
+# The specs of the weight and the bias of a layer. Layers are in pairs. The first of a pair is split by columns: every
+# worker along `model` computes some of the hidden features. The second is split by rows: every worker multiplies its
+# features, and one sum over `model` adds the partial products. Between the two nothing is sent.
 COLUMN = (P(None, "model"), P("model"))
 ROW = (P("model", None), P())
 

@@ -1,10 +1,9 @@
-"""Find what lies under the ground from how it rings: full-waveform inversion on a domain that is split over workers.
+"""Full-waveform inversion on a domain that is split over workers: recover wave speeds from recordings.
 
-Four shots are fired at the edges of a square of the Jacksboro fault, whose elevation stands in for how fast waves run.
-Receivers on all sides record the waves. From the recordings alone the program finds the speeds again, by gradients
-through the steps of the wave equation. Every worker holds a block of the domain and sees its neighbours' edges through
-a halo exchange; the gradient of the whole, communication included, comes from the tape. It is compared with an adjoint
-that was derived by hand and runs on one worker.
+The wave speeds are made from the elevation of the Jacksboro fault. Four sources at the edges emit waves, and receivers
+on all sides record them. The program recovers the speeds from the recordings, by gradients through the steps of the
+wave equation. Every worker holds a block of the domain and gets its neighbours' edges by a halo exchange. The gradient,
+communication included, comes from the tape. It is compared with an adjoint derived by hand, on one worker.
 
     python examples/wave.py                          2 x 2 virtual workers
     python examples/wave.py --mesh 3,1 --steps 10    another split, fewer iterations
@@ -29,7 +28,7 @@ SPEC = P(None, "x", "y")  # of fields: shot, row, column
 
 
 def elevation(points: int) -> np.ndarray:
-    """The elevation model that Matplotlib ships, averaged to so many rows, from 0 to 1."""
+    """Matplotlib's elevation model, averaged to this number of rows, and scaled to 0 to 1."""
     from matplotlib import cbook
 
     heights = cbook.get_sample_data("jacksboro_fault_dem.npz")["elevation"].astype(float)

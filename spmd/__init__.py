@@ -29,7 +29,7 @@ from spmd.axes import axis_index, axis_size, is_main, worker_index
 from spmd.debug import debug
 from spmd.info import info
 from spmd.layout import Layout, P
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 from spmd.ledger import ledger
 from spmd.mapping import map
 from spmd.mesh import Mesh, make_mesh
@@ -49,17 +49,7 @@ if TYPE_CHECKING:
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
-    from spmd.autodiff import (
-        check_grads,
-        check_vjp,
-        checkpoint,
-        custom_jvp,
-        custom_vjp,
-        hessian,
-        hvp,
-        jacfwd,
-        jacrev,
-    )
+    from spmd.autodiff import check_grads, check_vjp, checkpoint, custom_jvp, custom_vjp, hessian, hvp, jacfwd, jacrev
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.inner_product import inner, norm
     from spmd.jitted import jit
@@ -165,9 +155,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # Type checkers know the imports above, and so what is misspelt.
-    # Dataclasses are written as they are imported, which takes time.
-    __getattr__, __dir__ = late(
+if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspelt names.
+    # Modules with dataclasses are slow to import: import them on first use.
+    __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "spmd.autodiff": (

@@ -43,16 +43,14 @@ def parse_dtype(text: str) -> np.dtype:
     return dtype
 
 
-def parse_count(least: int) -> Callable[[str], int]:
-    """A parser of integers of at least `least`."""
-
+def parse_count(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"got {text!r}, needed an int of at least {least}")
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"got {text!r}, needed an int of at least {minimum}")
         return value
 
     return parse
@@ -64,8 +62,8 @@ def adjoint(args: argparse.Namespace) -> int:
     rows = []
     for kind in operator_classes():
         cases = operator_cases(kind, mesh)
-        given = {"mesh": mesh, "dtype": args.dtype, "trials": args.trials, "seed": args.seed, "raises": False}
-        reports = [check_adjoint(case.operator, case.shape, in_specs=case.spec, **given) for case in cases]
+        options = {"mesh": mesh, "dtype": args.dtype, "trials": args.trials, "seed": args.seed, "raises": False}
+        reports = [check_adjoint(case.operator, case.shape, in_specs=case.spec, **options) for case in cases]
         costs = [f"{r.of}: sends {_cost(r)}, declares {_cost(r, declared=True)}" for r in reports if not fits(r)]
         failures = [str(r) for r in reports if not r.passed]
         rows.append(
@@ -95,16 +93,16 @@ def kernel_speeds(args: argparse.Namespace) -> int:
     from spmd.bench import bench_kernels, table
 
     try:
-        found = bench_kernels(args.device, args.only, args.rounds)
+        report = bench_kernels(args.device, args.only, args.rounds)
     except TransportError as error:  # without a GPU there is nothing to measure
         print(error, file=sys.stderr)
         return 2
-    say(json.dumps(found, indent=2) if args.json else table(found))
+    say(json.dumps(report, indent=2) if args.json else table(report))
     return 0
 
 
 def fits(report: AdjointReport) -> bool:
-    """Whether an operator sent what it declares; unknown for one that failed."""
+    """Whether an operator sent the messages that it declares; True if the test failed before that."""
     return report.declared is None or report.declared == (report.messages, report.bytes)
 
 

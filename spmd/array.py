@@ -13,15 +13,9 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.primitive import name_of
-from spmd.autodiff.tracer import Array
+from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, to_host
-from spmd.errors import (
-    ClosureError,
-    DonatedError,
-    LayoutError,
-    MissingMethodError,
-    describe,
-)
+from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.memo import interned
@@ -38,6 +32,7 @@ __all__ = [
     "closure_error",
     "device_of_worker",
     "donated_error",
+    "layout_of",
     "owned_on",
     "relayout",
     "share_copies",
@@ -116,8 +111,8 @@ class PartitionedArray:
     @property
     def is_here(self) -> bool:
         """Whether this process holds every block."""
-        held = {self.layout.positions(w) for w in self.blocks} - {None}
-        return len(held) == math.prod(len(c) for c in self.layout.cuts)
+        positions = {self.layout.positions(w) for w in self.blocks} - {None}
+        return len(positions) == math.prod(len(c) for c in self.layout.cuts)
 
     @api_boundary
     def numpy(self) -> np.ndarray:
@@ -180,7 +175,7 @@ class PartitionedArray:
     def __dlpack__(self, **options):
         """The data of an array in one block for another library, without a copy.
 
-        Work on the current stream of this thread comes before what that library does with the data.
+        The other library's stream waits for the current stream of this thread.
         """
         return self._block("__dlpack__").__dlpack__(**options)
 
@@ -390,7 +385,14 @@ for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.inver
     setattr(PartitionedArray, f"__{_name}__", lambda self, _ufunc=_ufunc: _ufunc(self))
 
 
+def layout_of(x: Any) -> Layout | None:
+    """The layout of a global array, traced or not; None for anything else."""
+    x = value_of(x)
+    return x.layout if isinstance(x, PartitionedArray) else None
+
+
 def as_block(x) -> np.ndarray:
+    """A computed array as a block: contiguous and read-only."""
     return read_only(contiguous(x))
 
 
@@ -456,7 +458,6 @@ DONATED: Any = _Donated()
 
 
 def donated_error(where: str, argument: str | None = None) -> Exception:
-    """The error for the use of a donated array."""
     return DonatedError.at(
         where,
         argument=argument,

@@ -22,11 +22,7 @@ from spmd.array import (
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
 from spmd.device import contiguous
-from spmd.errors import (
-    LayoutError,
-    MeshError,
-    describe,
-)
+from spmd.errors import LayoutError, MeshError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
@@ -160,11 +156,11 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
         call = Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
-    kept = [d for d in range(x.ndim) if d not in summed]
-    every = range(x.ndim) if keepdims else kept
-    spec = P(*(split[d] if d in kept else None for d in every))
-    shape = [x.shape[d] if d in kept else 1 for d in every]
-    cuts = [x.layout.cuts[d] if d in kept else None for d in every]
+    kept_dims = [d for d in range(x.ndim) if d not in summed]
+    result_dims = range(x.ndim) if keepdims else kept_dims
+    spec = P(*(split[d] if d in kept_dims else None for d in result_dims))
+    shape = [x.shape[d] if d in kept_dims else 1 for d in result_dims]
+    cuts = [x.layout.cuts[d] if d in kept_dims else None for d in result_dims]
     results = x.mesh.run(body).results
     return share_copies({w: as_block(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
 
@@ -202,8 +198,8 @@ def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
 def _stack(arrays, axis=0) -> PartitionedArray:
     """np.stack along a new, whole dimension."""
     arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
-    given = [a for a in arrays if type(a) is PartitionedArray]
-    shape, mesh = given[0].shape, given[0].mesh
+    global_arrays = [a for a in arrays if type(a) is PartitionedArray]
+    shape, mesh = global_arrays[0].shape, global_arrays[0].mesh
     if any(np.shape(a) != shape for a in arrays):
         raise LayoutError.at(
             "np.stack",
@@ -211,7 +207,7 @@ def _stack(arrays, axis=0) -> PartitionedArray:
             need="arrays of one shape",
             mend="np.broadcast_to(x, shape) first",
         )
-    layout = common_layout("np.stack", given, shape)
+    layout = common_layout("np.stack", global_arrays, shape)
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
     stacked = _with_whole(layout, {d: len(arrays)})
     dtype = np.result_type(*(a.dtype if type(a) is PartitionedArray else np.asarray(a).dtype for a in arrays))
@@ -222,34 +218,35 @@ def _stack(arrays, axis=0) -> PartitionedArray:
         with device_of_worker(mesh, w):
             return np.stack([operand_part(a, layout, w, mesh) for a in arrays], d)
 
-    return share_copies({w: as_block(block(w)) for w in given[0].blocks}, stacked, mesh)
+    return share_copies({w: as_block(block(w)) for w in global_arrays[0].blocks}, stacked, mesh)
 
 
 @implements(np.reshape)
 def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
     """np.reshape, if it keeps the split dimensions."""
-    new = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
-    if new.count(-1) == 1:
-        new[new.index(-1)] = x.size // max(1, math.prod(n for n in new if n != -1))
+    new_shape = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
+    if new_shape.count(-1) == 1:
+        new_shape[new_shape.index(-1)] = x.size // max(1, math.prod(n for n in new_shape if n != -1))
     spec, workers = x.layout.spec, x.layout.workers
-    dims: list[tuple[str, ...]] = [()] * len(new)
-    cuts: list[tuple[int, ...]] = [(n,) for n in new]
+    dims: list[tuple[str, ...]] = [()] * len(new_shape)
+    cuts: list[tuple[int, ...]] = [(n,) for n in new_shape]
     first = 0
     for d, cut in enumerate(x.layout.cuts):
         if spec.dims[d] if spec is not None else len(cut) > 1:
-            at = (e for e, n in enumerate(new) if n == x.shape[d] and math.prod(new[:e]) == math.prod(x.shape[:d]))
-            e = next((e for e in at if e >= first), None)
+            before = math.prod(x.shape[:d])
+            fits = (n == x.shape[d] and math.prod(new_shape[:e]) == before for e, n in enumerate(new_shape))
+            e = next((e for e, fit in enumerate(fits) if fit and e >= first), None)
             if e is None:
                 raise unsupported("np.reshape", x)
             first, cuts[e] = e + 1, cut
             if spec is not None:
                 dims[e] = spec.dims[d]
-    if math.prod(new) != x.size or order != "C":
+    if math.prod(new_shape) != x.size or order != "C":
         raise unsupported("np.reshape", x)
     if spec is not None:
-        layout = Layout(new, P(*dims), x.mesh.axes, cuts)
+        layout = Layout(new_shape, P(*dims), x.mesh.axes, cuts)
     else:
-        layout = Layout.grid(new, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
+        layout = Layout.grid(new_shape, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
     return share_copies({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
@@ -259,15 +256,15 @@ def _like_function(make):
     def like(x, *number, dtype=None, shape=None, **options):
         if any(np.ndim(n) for n in number):
             raise unsupported(f"{name_of(make)} of an array", x)
-        made = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
+        new_block = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
         shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
         if shape == x.shape:
-            return x.on_blocks(made)
+            return x.on_blocks(new_block)
         layout = x.mesh.layout(shape, P())
         blocks = {}
         for w, b in x.blocks.items():
             with device_of_worker(x.mesh, w):
-                blocks[w] = as_block(made(b, shape=shape))
+                blocks[w] = as_block(new_block(b, shape=shape))
         return share_copies(blocks, layout, x.mesh)
 
     return like

@@ -1,4 +1,4 @@
-"""What a body asks about the axes of its mesh: their sizes, and its worker's index along them."""
+"""The sizes of mesh axes and a worker's index along them, for bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def axis_size(axis_name: str | Sequence[str]) -> int:
 
 @api_boundary
 def worker_index(axis_name: str | Sequence[str]) -> int:
-    """This worker's index along an axis, as a plain int. A branch on it may take workers to different collectives."""
+    """This worker's index along an axis, as a plain int. All branches on it must call the same collectives."""
     worker = here("spmd.worker_index")
     return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
 

@@ -2,10 +2,10 @@
 
 Every worker submits its work to its own stream. Two rules hold when one worker hands an array to another.
 
-1. The stream of the reader waits for an event that was recorded after the array was written (`Place.after`). 2. CuPy's
-pool reuses freed memory at once for the next array of the stream that allocated it; it does not know other
-   readers. So a reader gets a `Loan`: an array over the same memory. When its last view is gone, the stream of the
-   memory waits for that of the reader before the memory is freed.
+1. The stream of the reader waits for an event that was recorded after the array was written (`Place.after`).
+2. CuPy's pool reuses freed memory at once for the stream that allocated it, and does not know other readers. So a
+   reader gets a `Loan`: an array over the same memory. When its last view is gone, the stream of the memory waits for
+   that of the reader before the memory is freed.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Place:
         return event
 
     def after(self, other: Place) -> None:
-        """Let all work submitted here from now on come after all work submitted there so far."""
+        """Let later work here wait for all work submitted there so far."""
         if other != self:
             with Device(self.device):  # a default stream belongs to the current device
                 self.stream.wait_event(other.mark())
 
     def borrow(self, x: Any, home: Place) -> Any:
-        """x, or the arrays in lists, tuples and dicts, for reading here: they lie in the memory of another place.
+        """x, or the arrays in lists, tuples and dicts, from the memory of another place, for reading here.
 
         Arrays of another device are copied. The caller has made this place wait for the work that wrote them.
         """
@@ -169,7 +169,7 @@ class Places:
         return copy
 
     def moved(self, a: Any, worker: int) -> Any:
-        """An array that the library has made, on the device of a worker: a copy if it lies elsewhere."""
+        """An array of the library on the device of a worker: a copy if it is on another device."""
         if type(a) is cp.ndarray and a.data.device_id == self.device(worker):
             return a
         return self.own(a, worker)
@@ -181,9 +181,9 @@ class Places:
         Returns the place of the caller on each device.
         """
         before = current()
-        found = [self(w) for w in range(workers)]
-        callers = {p.device: current(p.device) for p in found}
-        for place in found:
+        places = [self(w) for w in range(workers)]
+        callers = {p.device: current(p.device) for p in places}
+        for place in places:
             for caller in callers.values():  # an argument may be copied from another device
                 place.after(caller)
         try:
@@ -192,5 +192,5 @@ class Places:
             for caller in callers.values():  # workers may have run in this thread
                 caller.enter()
             before.enter()
-            for place in found:
+            for place in places:
                 callers[place.device].after(place)

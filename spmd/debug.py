@@ -31,7 +31,7 @@ def debug(
 ) -> _GeneratorContextManager[None]:
     """Expensive checks for the code inside the block; also a decorator.
 
-    Checks that are not named stay as they are outside of the block.
+    Other checks keep their setting from outside of the block.
 
     mutation: a tape keeps the bare arrays that its rules need without copying them. Writing to one before the backward
     sweep silently changes the gradient. This check takes a checksum of each array when it is recorded, and compares it
@@ -44,10 +44,9 @@ def debug(
     not checked.
 
     replicas: compare every Invariant array of a body with those of the other workers, which should be equal. All
-    workers
-    must make the same arrays: an array that only one makes, for example to print a sum, waits for the others forever.
-    Put that into `at_root`, or use bare data, `spmd.block(x)`. Raises ReplicaError at the first difference, with the
-    line, two workers and the first differing index. Costs a small message per result.
+    workers must make the same arrays: an array that only one makes, for example to print a sum, waits for the others
+    forever. Put that into `at_root`, or use bare data, `spmd.block(x)`. Raises ReplicaError at the first difference,
+    with the line, two workers and the first differing index. Costs a small message per result.
 
         with spmd.debug(mutation=True):
             value, pull = spmd.vjp(f, x)
@@ -64,59 +63,59 @@ def debug(
 
 @contextmanager
 def _debugging(mutation: bool | None, kinds: str | None, replicas: bool | None) -> Iterator[None]:
-    asked: list[tuple[ContextVar[Any], Any]] = [(WATCHING, mutation), (FINITE, kinds), (REPLICAS, replicas)]
-    tokens = [(variable, variable.set(value)) for variable, value in asked if value is not None]
-    looks = bool(kinds or replicas)
-    _look(looks)
+    settings: list[tuple[ContextVar[Any], Any]] = [(WATCHING, mutation), (FINITE, kinds), (REPLICAS, replicas)]
+    tokens = [(variable, variable.set(value)) for variable, value in settings if value is not None]
+    checks_arrays = bool(kinds or replicas)
+    _count_checks(checks_arrays)
     try:
         yield
     finally:
-        _look(-looks)
+        _count_checks(-checks_arrays)
         for variable, token in tokens:
             variable.reset(token)
 
 
-_make: Any = Array.__init__
+_plain_init: Any = Array.__init__
 _lock = threading.RLock()
-_lookers = 0
+_check_count = 0
 
 
-def _look(count: int) -> None:
+def _count_checks(count: int) -> None:
     """Count the blocks in which every new array is checked. Outside of them making an array costs nothing more."""
-    global _lookers
+    global _check_count
     with _lock:
-        _lookers += count
-        Array.__init__ = _made if _lookers else _make  # type: ignore[method-assign]
-        apply.looked_at = bool(_lookers)
+        _check_count += count
+        Array.__init__ = _checking_init if _check_count else _plain_init  # type: ignore[method-assign]
+        apply.looked_at = bool(_check_count)
 
 
-def _made(self: Array, value, state=None, tape=None, node=None) -> None:
-    _make(self, value, state, tape, node)
+def _checking_init(self: Array, value, state=None, tape=None, node=None) -> None:
+    _plain_init(self, value, state, tape, node)
     if type(value) is Array:
         return
     kinds = FINITE.get()
     if kinds:
         try:
-            check_finite(value, kinds, _what)
+            check_finite(value, kinds, _operation_text)
         except NonFiniteError as error:
             if not str(error).startswith("empty"):  # np.empty_like is uninitialised
                 raise
     if state is not None and REPLICAS.get():
-        _compare(self, value)
+        _compare_replicas(self, value)
 
 
 _NAMES = ("prim", "op", "fun", "ufunc")
 
 
-def _what() -> str:
+def _operation_text() -> str:
     """The operation that makes the result, and the line of the user's code."""
     name, frame = "", sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").split(".", 1)[0] == "spmd":
         for local in _NAMES:
-            found = frame.f_locals.get(local)
-            said = getattr(found, "name", None) or getattr(found, "function", None) or getattr(found, "__name__", None)
-            if not name and isinstance(said, str):
-                name = said
+            value = frame.f_locals.get(local)
+            text = getattr(value, "name", None) or getattr(value, "function", None) or getattr(value, "__name__", None)
+            if not name and isinstance(text, str):
+                name = text
         frame = frame.f_back
     if not name:
         return "an argument"
@@ -124,13 +123,13 @@ def _what() -> str:
     return name + (f" at {source_line(user.f_code, user.f_lasti)}" if user is not None else "")
 
 
-def _compare(x: Array, value) -> None:
+def _compare_replicas(x: Array, value) -> None:
     """Raise if an Invariant array is not the same on all workers."""
     worker = WORKER.get()
     if worker is None:
         return
-    alone = getattr(worker.comm, "axes", ())  # the axes of spmd.at_root, along which no other worker takes part
-    axes = tuple(n for n in worker.mesh.axes if n not in x.state.varying and n not in alone)
+    excluded = getattr(worker.comm, "axes", ())  # inside spmd.at_root only the root runs
+    axes = tuple(n for n in worker.mesh.axes if n not in x.state.varying and n not in excluded)
     group = worker.group(axes)
     if group.size == 1:
         return
@@ -160,17 +159,17 @@ def _compare(x: Array, value) -> None:
 
 def _holders(worker, group, shapes: list[tuple[int, ...]]) -> list[int]:
     """The workers that should hold one value. A Rooted value counts at one index along its axes only."""
-    some = [k for k, shape in enumerate(shapes) if shape != (0,)]
-    places = [worker.mesh.coordinates(group.members[k]) for k in some]
+    holding = [k for k, shape in enumerate(shapes) if shape != (0,)]
+    places = [worker.mesh.coordinates(group.members[k]) for k in holding]
     counts = [len({place[n] for place in places}) for n in group.axes]
-    at_a_place = all(count in (1, worker.mesh.axes[n]) for count, n in zip(counts, group.axes, strict=True))
-    return some if at_a_place and math.prod(counts) == len(some) else [*range(group.size)]
+    is_rooted = all(count in (1, worker.mesh.axes[n]) for count, n in zip(counts, group.axes, strict=True))
+    return holding if is_rooted and math.prod(counts) == len(holding) else [*range(group.size)]
 
 
 def _differs(worker, members: tuple[int, int], texts: list[str], axes: tuple[str, ...]) -> ReplicaError:
     (first, second), (one, other) = texts, map(worker.mesh.describe, members)
     return ReplicaError.at(
-        _what(),
+        _operation_text(),
         got=f"an Invariant array {first} on {one}, and on {other} {second}",
         need=f"one value along {' and '.join(map(repr, axes))}, within spmd.debug(replicas=True)",
         mend="data made from a worker's place, from random numbers, files or the clock is Varying: declare it with "

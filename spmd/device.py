@@ -122,9 +122,7 @@ class Adjoining(list):
 
 
 def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
-    """The entries of several blocks as one flat array without a copy, if the blocks lie one after the other in a host
-    array.
-    """
+    """Several blocks as one flat array without a copy, if they lie one after the other in a host array."""
     if type(blocks) is Adjoining:
         return blocks.whole
     first = blocks[0]
@@ -149,10 +147,7 @@ def adjoining(blocks: Sequence[Any]) -> np.ndarray | None:
 
 
 def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
-    """Blocks of one dtype joined along a dimension, as a C-contiguous array.
-
-    Without a copy if they already lie so, unless the array has to be a fresh one.
-    """
+    """Blocks of one dtype joined along a dimension, as a C-contiguous array. fresh: always copy."""
     first = blocks[0]
     if len(blocks) == 1:
         return copied(first) if fresh else contiguous(first)
@@ -163,10 +158,7 @@ def joined(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
 
 
 def stacked(blocks: Sequence[Any], axis: int, fresh: bool = False) -> Any:
-    """Blocks of one shape and dtype stacked along a new dimension, as a C-contiguous array.
-
-    Without a copy if they already lie so, unless the array has to be a fresh one.
-    """
+    """Blocks of one shape and dtype stacked along a new dimension, as a C-contiguous array. fresh: always copy."""
     shape = blocks[0].shape
     return _put_together(np.stack, blocks, axis, (*shape[:axis], len(blocks), *shape[axis:]), fresh)
 
@@ -255,13 +247,13 @@ def imported(where: str = "spmd.Mesh") -> Any:
     try:
         if cupy.cuda.runtime.getDeviceCount() > 0:
             return cupy
-        found = "no device"
+        problem = "no device"
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        found = str(error)
+        problem = str(error)
     raise TransportError.at(
         where,
         argument="device",
-        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({found})',
+        got=f'"cuda", and CuPy {cupy.__version__} finds no GPU ({problem})',
         need=need,
         mend='look at what nvidia-smi and CUDA_VISIBLE_DEVICES say; without a GPU, device="cpu"',
     )

@@ -32,7 +32,6 @@ __all__ = [
     "StateError",
     "TracedConversionError",
     "TransportError",
-    "again",
     "all_of",
     "axes_of",
     "caller",
@@ -42,6 +41,7 @@ __all__ = [
     "nearest",
     "one_or_all",
     "prints",
+    "rebuilt_error",
     "source_line",
 ]
 
@@ -108,9 +108,7 @@ class MissingMethodError(_Located, AttributeError):
 
 
 class MutationError(_Located, RuntimeError):
-    """A bare array changed between the forward run and the backward sweep, or a write to a tensor would make it vary
-    without its knowing.
-    """
+    """A bare array changed between the forward run and the backward sweep, or a write would change a tensor's state."""
 
 
 class TransportError(_Located, RuntimeError):
@@ -142,12 +140,12 @@ class StallError(_Located, RuntimeError):
 
 
 def class_name(error: BaseException) -> str:
-    """The class of an error, as `again` finds it in another process: `numpy.linalg.LinAlgError`."""
+    """The class of an error, as `rebuilt_error` finds it in another process: `numpy.linalg.LinAlgError`."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def again(name: str, text: str) -> Exception:
+def rebuilt_error(name: str, text: str) -> Exception:
     """The error of another process: an error of this class with this text.
 
     RuntimeError if the class does not exist here, or does not accept a text.
@@ -204,11 +202,11 @@ def one_or_all(names: Sequence[str]) -> str:
     return repr(names[0] if len(names) == 1 else tuple(names))
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """The known names that are most like `name`, best first."""
     from difflib import get_close_matches
 
-    names = sorted(set(known))
+    names = sorted(set(candidates))
     close = get_close_matches(name, names, n=count, cutoff=0.5)
     return close + [k for k in names if name and k not in close and (name in k or k in name)][: count - len(close)]
 

@@ -1,8 +1,8 @@
 """Frontends: the array libraries that bodies may be written in, besides NumPy.
 
-A library registers the class of its arrays here, as `spmd.bridge.torch` does when it is imported. The functions of
-bodies call `frontend(x)` and leave to it what depends on the library: how an array is differentiated, and where it
-keeps its state. The `worker` of these methods is the `spmd.mesh.Worker` that runs the body.
+A library registers the class of its arrays here, as `spmd.bridge.torch` does when it is imported. Functions of bodies
+call `frontend(x)` for everything that depends on the library, such as differentiation and states. The `worker` of these
+methods is the `spmd.mesh.Worker` that runs the body.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def register(cls: type, frontend: Frontend) -> None:
 
 
 def frontend(x: object) -> Frontend | None:
-    """The frontend of an array; None for NumPy's arrays and whatever else no library has registered."""
+    """The frontend of an array; None for NumPy's arrays and other unregistered classes."""
     if not _registered:
         return None
     cls = type(x)

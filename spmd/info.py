@@ -1,4 +1,4 @@
-"""What this process has found and chosen: `spmd.info()` and `python -m spmd info`."""
+"""A report of the transports and devices: `spmd.info()` and `python -m spmd info`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def _version(package: str) -> str | None:
 def _blas() -> str:
     from threadpoolctl import threadpool_info
 
-    found = [b for b in threadpool_info() if b["user_api"] == "blas"]
-    return ", ".join(f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in found) or "none found"
+    libraries = [b for b in threadpool_info() if b["user_api"] == "blas"]
+    texts = [f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in libraries]
+    return ", ".join(texts) or "none found"
 
 
 def _gpus() -> str:
@@ -73,9 +74,9 @@ def _torch() -> str:
 
 
 def info() -> str:
-    """A report of the transports and devices: what this process finds, and what a new mesh would use.
+    """A report of the transports and devices of this process, and of those that a new mesh would use.
 
-    Inside `with mesh:` it says what that mesh uses, and which schedulers its maps have chosen.
+    Inside `with mesh:` it is about that mesh, and shows the schedulers that its maps have chosen.
     """
     world = job_world()
     size = 1 if world is None else world.size

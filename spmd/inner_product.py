@@ -12,9 +12,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
 from spmd.autodiff.tracer import Array
 from spmd.device import to_host
-from spmd.errors import (
-    StateError,
-)
+from spmd.errors import StateError
 from spmd.frontends import Frontend, frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker
@@ -45,7 +43,7 @@ def inner(x, y):
 
 
 def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
-    """The inner product in the dtype of the sum, and the shorter dtype to round it to, if any. where: the caller."""
+    """The inner product in the dtype of the sum, and the shorter dtype to round it to, if any. function: the caller."""
     (xs, structure), ys = tree.flatten(x), tree.leaves(y)
     if len(xs) != len(ys):
         raise StateError.at(
@@ -70,8 +68,8 @@ def _wide_inner(function: str, x, y) -> tuple[Any, np.dtype | None]:
 
 def _short_dtype(xs: list[Any], ys: list[Any]) -> np.dtype | None:
     """The short dtype that all operands have; None if there is none. NumPy's and torch's numbers adapt to it."""
-    found = {dtype_of(a.block if type(a) is Rooted else a) for a in (*xs, *ys)}
-    (dtype, *more) = found or (None,)
+    dtypes = {dtype_of(a.block if type(a) is Rooted else a) for a in (*xs, *ys)}
+    (dtype, *more) = dtypes or (None,)
     others = xs and frontend(xs[0].block if type(xs[0]) is Rooted else xs[0]) is not None
     return dtype if not more and dtype is not None and (others and _is_short(dtype) or dtype == np.float16) else None
 
@@ -88,8 +86,8 @@ def _wide(x: Any) -> Any:
 
 
 def _operand(x: Any) -> Any:
-    known = type(x) is Rooted or isinstance(x, int | float | complex) or on_device(x) or frontend(x) is not None
-    return x if known else np.asarray(x) if type(x) is Frozen else admit(x, "spmd.inner")
+    is_operand = type(x) is Rooted or isinstance(x, int | float | complex) or on_device(x) or frontend(x) is not None
+    return x if is_operand else np.asarray(x) if type(x) is Frozen else admit(x, "spmd.inner")
 
 
 def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
@@ -103,13 +101,14 @@ def _inner_here(a, b) -> tuple[tuple[str, ...], Any]:
     if type(a) is Rooted and type(b) is Rooted and (a.axes, a.root) == (b.axes, b.root):
         token = REPLICAS.set(False)  # one worker of a group adds the value, the others zero
         try:
-            held = np.sum(np.conj(_wide(a.block)) * _wide(b.block))
+            value_at_root = np.sum(np.conj(_wide(a.block)) * _wide(b.block))
         finally:
             REPLICAS.reset(token)
-        state = getattr(held, "state", None)
-        root = state_of(a.axes)
-        share = Array(held.value, state | root, held.tape, held.node) if state is not None else held
-        return tuple(n for n in axes if n in (state | root).varying) if state is not None else axes, share
+        if type(value_at_root) is not Array or value_at_root.state is None:
+            return axes, value_at_root
+        state = value_at_root.state | state_of(a.axes)
+        share = Array(value_at_root.value, state, value_at_root.tape, value_at_root.node)
+        return tuple(n for n in axes if n in state.varying), share
     value = np.sum(np.conj(_wide(a)) * _wide(b))
     if type(value) is Array:
         return tuple(n for n in axes if n in value.state.varying), value
@@ -123,11 +122,11 @@ def _inner_of_others(a, b, axes: tuple[str, ...], other: Frontend, worker: Worke
     else:
         x, y, rooted = a, b, state_of(())
     products = _wide(x).conj() * _wide(y)
-    held = other.total(products, tuple(range(products.ndim)))
+    total = other.total(products, tuple(range(products.ndim)))
     if not worker.tracked:
-        return axes, held
-    state = other.state(held) | rooted
-    return tuple(n for n in axes if n in state.varying), other.carrying(held, state, True)
+        return axes, total
+    state = other.state(total) | rooted
+    return tuple(n for n in axes if n in state.varying), other.carrying(total, state, True)
 
 
 def _inner_outside(a, b):
@@ -141,11 +140,11 @@ def _inner_outside(a, b):
     axes = tuple(a.mesh.axes)
 
     def body(worker: Worker):
-        w, given = worker.index, worker.comm.given
-        mine: Any = np.vdot(given(a.blocks[w]), given(b.blocks[w])) if a.layout.owners[w] == w else 0
-        # On a device the zeros of the other workers lie on the device too.
+        w, block_of = worker.index, worker.comm.given
+        product: Any = np.vdot(block_of(a.blocks[w]), block_of(b.blocks[w])) if a.layout.owners[w] == w else 0
+        # On a mesh of GPUs the zeros of other owners must be on the device too.
         dtype = np.result_type(a.dtype, b.dtype)
-        part = mine.astype(dtype) if on_device(mine) else owned_on(worker.mesh, np.asarray(mine, dtype), w)
+        part = product.astype(dtype) if on_device(product) else owned_on(worker.mesh, np.asarray(product, dtype), w)
         call = Call("inner", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 

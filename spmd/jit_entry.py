@@ -84,7 +84,6 @@ def program_inputs(program: Program, blocks: list, variable: list[Leaf | None]) 
 
 
 def result_values(results: BodyResults) -> list:
-    """The values of recorded results."""
     pairs = zip(results.blocks, results.specs, strict=True)
     return [slot_of(b) if spec is None else read_only(slot_of(b)) for b, spec in pairs]
 

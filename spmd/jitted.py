@@ -1,6 +1,6 @@
 """spmd.jit: maps whose bodies run once, and whose recorded programs are replayed.
 
-The first call with arguments of given layouts runs the body on arrays that record what is done with them
+The first call with arguments of given layouts runs the body on arrays that record all operations
 (`spmd.autodiff.staging`), forward and back, collectives included: one program per worker. Later calls with arguments of
 the same layouts replay the programs, without a tape, without states, and without checks that were made before.
 """
@@ -54,7 +54,7 @@ from spmd.transport.handles import Outcome
 
 __all__ = ["Jitted", "jit"]
 
-_MANY = 64
+_RECORDINGS_WARNED = 64
 """The number of recordings of one map at which its user is warned."""
 
 
@@ -223,10 +223,10 @@ class Jitted(MappedBody):
         self._static.setdefault(treedef, entry.static)
         bounded(self._entries)[self._key(kind, mesh, treedef, flat)] = entry
         self._recordings += 1
-        if self._recordings == _MANY:
+        if self._recordings == _RECORDINGS_WARNED:
             warnings.warn(
-                f"spmd.jit of {self.where} has run its body for {_MANY} kinds of arguments: shapes, or integers and "
-                "other arguments that are part of the program, which change from call to call",
+                f"spmd.jit of {self.where} has run its body for {_RECORDINGS_WARNED} kinds of arguments: shapes, or "
+                "integers and other arguments that are part of the program, which change from call to call",
                 stacklevel=user_stacklevel(),
             )
 
@@ -434,10 +434,10 @@ class _RecordedVjp:
         """Replay the forward program for the values that the program back needs: the tape has served once."""
         entry, count = self.entry, len(self.outs)
 
-        def again(worker: Worker) -> list:
+        def forward_again(worker: Worker) -> list:
             return entry.programs[worker.index].run(worker.comm, [*self.inputs[worker.index]])
 
-        results = self.jitted.execute(self.vjp.mesh, ("again", entry.number), again, tracked=True).results
+        results = self.jitted.execute(self.vjp.mesh, ("again", entry.number), forward_again, tracked=True).results
         saved = {w: values[count:] for w, values in results.items()}
         return self.jitted._back(entry, self.vjp, self.outs, gs, saved, True)
 

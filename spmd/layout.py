@@ -249,8 +249,8 @@ class Layout:
 
     def _cut(self, parts: Sequence[Sequence[int]], cuts) -> tuple[tuple[int, ...], ...]:
         """The sizes of the blocks in each dimension, checked; balanced ones for None."""
-        given = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
-        if given is None or len(given) != len(self.shape):
+        per_dimension = [None] * len(self.shape) if cuts is None else [*cuts] if isinstance(cuts, Iterable) else None
+        if per_dimension is None or len(per_dimension) != len(self.shape):
             raise LayoutError.at(
                 "spmd.Layout",
                 argument="cuts",
@@ -258,7 +258,7 @@ class Layout:
                 need=f"one for each of {len(self.shape)} dimensions",
                 mend="None for a dimension in balanced blocks",
             )
-        return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(given))
+        return tuple(self._sizes(d, parts[d], c) for d, c in enumerate(per_dimension))
 
     def _sizes(self, d: int, parts: Sequence[int], cut: Sequence[int] | None) -> tuple[int, ...]:
         balanced = block_sizes(self.shape[d], parts)
@@ -321,7 +321,7 @@ class Layout:
         return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise if the layout cannot stand for a spec: other axes, other dimensions, or copies that vary."""
+        """Raise if the layout cannot replace a spec: other axes, other dimensions, or copies that vary."""
         if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
             raise LayoutError.at(
                 where,
@@ -454,7 +454,7 @@ class Layout:
 
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
-        """The layout of the array whose blocks have these shapes, split as the spec says."""
+        """The layout of the array that a spec splits into blocks of these shapes."""
         ndim = len(shapes[0])
         spec.check(axes, where, "spec", ndim)
         probe = cls((0,) * ndim, spec, axes)

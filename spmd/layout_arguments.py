@@ -10,15 +10,15 @@ from spmd.errors import LayoutError
 from spmd.spellings import closest
 
 
-def checked_integers(where: str, argument: str, values: Any, least: int | None, mend: str) -> tuple[int, ...]:
+def checked_integers(where: str, argument: str, values: Any, minimum: int | None, mend: str) -> tuple[int, ...]:
     """Values as plain integers, checked."""
     try:
         integers = tuple(int(index(n)) for n in values)
-        if least is None or min(integers, default=least) >= least:
+        if minimum is None or min(integers, default=minimum) >= minimum:
             return integers
     except TypeError:
         pass
-    need = "integers" if least is None else f"integers of at least {least}"
+    need = "integers" if minimum is None else f"integers of at least {minimum}"
     raise LayoutError.at(where, argument=argument, got=repr(values), need=need, mend=mend)
 
 

@@ -10,34 +10,34 @@ from typing import Any
 from spmd.errors import MissingMethodError, message
 from spmd.tracebacks import api_boundary
 
-__all__ = ["absent", "late"]
+__all__ = ["lazy_attributes", "missing_name_error"]
 
 
-def late(
+def lazy_attributes(
     module: str, names: Mapping[str, Collection[str]], parts: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a module.
 
     names: the names that each other module defines. parts: submodules that are available as attributes.
     """
-    places = {name: place for place, some in names.items() for name in some}
+    module_of = {name: source for source, group in names.items() for name in group}
 
     @api_boundary
-    def found(name: str) -> Any:
+    def module_getattr(name: str) -> Any:
         if name in parts:
             return import_module(f"{module}.{name}")
-        if name not in places:
-            raise absent(module, name)
-        value = getattr(import_module(places[name]), name)
+        if name not in module_of:
+            raise missing_name_error(module, name)
+        value = getattr(import_module(module_of[name]), name)
         return vars(sys.modules[module]).setdefault(name, value)
 
-    def known() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *places, *parts})
+    def module_dir() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *module_of, *parts})
 
-    return found, known
+    return module_getattr, module_dir
 
 
-def absent(module: str, name: str) -> AttributeError:
+def missing_name_error(module: str, name: str) -> AttributeError:
     """The error for a name that a module lacks. It says what to write for names of other libraries."""
     if not name.startswith("_"):
         spellings = import_module("spmd.spellings")

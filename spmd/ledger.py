@@ -1,4 +1,4 @@
-"""What was done and what was sent: `with spmd.ledger() as log:`."""
+"""Count operators and messages: `with spmd.ledger() as log:`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["Ledger", "Record", "ledger"]
 
 
 class Record:
-    """One worker's account. operators: how often each was applied. verbs: how often each transport verb was used.
-    messages, bytes: what the worker sent, by the usual algorithms: the same in every transport."""
+    """The counts of one worker. operators, verbs: applications of each operator, uses of each transport verb.
+
+    messages, bytes: what the worker sends by the usual algorithms; the same in every transport.
+    """
 
     def __init__(self) -> None:
         self.operators: Counter[str] = Counter()
@@ -24,24 +26,25 @@ class Record:
 
 
 class Ledger:
-    """Counts per worker, of those that this process holds. `operators`, `verbs`, `messages` and `bytes` are those
-    of the first worker here: worker 0 of virtual workers, the own one under MPI."""
+    """The counts of the workers of this process.
+
+    operators, verbs, messages, bytes: of the first of them: worker 0 of virtual workers, its own under MPI.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[int, Record] = {}
 
     def _record(self, worker: int) -> Record:
-        record = self.workers.get(worker)
-        return record if record is not None else self.workers.setdefault(worker, Record())
+        return self.workers.get(worker) or self.workers.setdefault(worker, Record())
 
     def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None:
-        """Called where an operator is applied."""
+        """Count an application of an operator."""
         record = self._record(worker)
         record.operators[name] += 1
         record.axes[name, axes] += 1
 
     def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None:
-        """Called where a transport verb is used."""
+        """Count a use of a transport verb."""
         record = self._record(worker)
         record.verbs[verb] += 1
         record.messages += messages
@@ -49,7 +52,7 @@ class Ledger:
 
     @property
     def first(self) -> Record:
-        """The account of the first worker here; empty before anything was done."""
+        """The counts of the first worker here; zero before its first call."""
         return self.workers[min(self.workers)] if self.workers else Record()
 
     @property

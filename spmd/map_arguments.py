@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import DONATED, PartitionedArray, donated_error, relayout
+from spmd.array import DONATED, PartitionedArray, donated_error, layout_of, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
@@ -24,7 +24,7 @@ from spmd.operators.memo import bounded
 from spmd.operators.varying import Join
 from spmd.placement import cut, put
 from spmd.replicas.compare import compared_part, digest, is_skipped, next_turn
-from spmd.replicas.records import Record, Replicas
+from spmd.replicas.records import ReplicaRecord, Replicas
 from spmd.spec_trees import Leaf, spread
 from spmd.state import state_of
 
@@ -72,7 +72,7 @@ class ArgumentSpecs:
     ) -> tuple[list[Leaf], Callable[[Sequence], tuple]]:
         """The arguments as leaves with their specs, and a function from new leaves to (args, kwargs).
 
-        admit: checks an argument that is not laid out as its spec says; by default `admit` below.
+        admit: checks an argument in another layout than that of its spec; by default `admit` below.
         """
         leaves: list[Leaf] = []
         for name, spec, value in self._named(args, kwargs):
@@ -132,7 +132,7 @@ class ArgumentSpecs:
             mend=f"in_specs as a dict by name: {{{name!r}: P(), ...}}",
         )
 
-    def _check_surplus(self, given: set[str]) -> None:
+    def _check_surplus(self, named: set[str]) -> None:
         """Raise if in_specs contains specs for arguments that f does not have."""
         specs = self.in_specs
         try:
@@ -141,7 +141,7 @@ class ArgumentSpecs:
             return
         kinds = {p.kind for p in parameters.values()}
         if isinstance(specs, dict):
-            unknown = [n for n in specs if n not in given and n not in parameters]
+            unknown = [n for n in specs if n not in named and n not in parameters]
             if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
                 close = nearest(str(unknown[0]), parameters, 1)
                 raise SpecError.at(
@@ -165,7 +165,7 @@ class ArgumentSpecs:
                 )
 
     def is_laid_out(self, mesh: Mesh, x: Any, spec: Spec) -> bool:
-        """Whether an argument lies on this mesh as its spec says. The answer is cached by layout and spec."""
+        """Whether an argument is on this mesh in the layout of its spec. Cached by layout and spec."""
         if type(x) is not PartitionedArray or x.mesh is not mesh or x.blocks is DONATED:
             return False
         layout = x.layout
@@ -258,7 +258,7 @@ class MapArgument:
         """Note the argument for the comparison of processes, unless it was compared before or has the spec None."""
         x = self.value
         if self.number:
-            replicas.add(tuple(mesh.axes), Record(where, path, "", repr(x), 0, 0, None), "number")
+            replicas.add(tuple(mesh.axes), ReplicaRecord(where, path, "", repr(x)), "number")
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
             (block,) = self.blocks.values()
             if isinstance(x, PartitionedArray):
@@ -268,11 +268,11 @@ class MapArgument:
                         return
                 replicas.arrays.append(x)
             shape = f"{dtype_name(block.dtype)}{[*np.shape(x)]}, {self.spec}"
-            note_argument(mesh, replicas, Record(where, path, "", shape, 0, 0, None), self.spec, block, turns)
+            note_argument(mesh, replicas, ReplicaRecord(where, path, "", shape), self.spec, block, turns)
 
 
 def note_argument(
-    mesh: Mesh, replicas: Replicas, record: Record, spec: Spec | None, block: Any, turns: dict[Any, int]
+    mesh: Mesh, replicas: Replicas, record: ReplicaRecord, spec: Spec | None, block: Any, turns: dict[Any, int]
 ) -> None:
     """Note an argument of one of several processes: its shape and spec for the comparison with all others, its block
     for the comparison with the processes that hold copies of it."""
@@ -299,10 +299,10 @@ def cotangent_for(g, value):
     bare, value = value_of(g), value_of(value)
     if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
         return g
-    have, want = (x.layout if isinstance(x, PartitionedArray) else None for x in (bare, value))
-    if have == want:
+    layout, target = layout_of(bare), layout_of(value)
+    if layout == target:
         return g
-    return move_to_layout(g, have, want, (value if have is None else bare).mesh, on_device(value))
+    return move_to_layout(g, layout, target, (value if layout is None else bare).mesh, on_device(value))
 
 
 def _move_back(g, _ans, _x, source: Layout | None, target: Layout | None, mesh: Mesh, on_device: bool = False) -> Any:
@@ -313,7 +313,7 @@ def _move_back(g, _ans, _x, source: Layout | None, target: Layout | None, mesh: 
 def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, on_device: bool = False) -> Any:
     """Move an array from one layout to another; None is bare data. The transpose moves it back.
 
-    on_device: bare results stay on the device; otherwise they come to the host.
+    on_device: bare results stay on the device; otherwise they are copied to the host.
     """
     if target is None:
         return (x.gathered() if on_device else x.numpy()) if isinstance(x, PartitionedArray) else x

@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
+from spmd.array import PartitionedArray, as_block, layout_of
 from spmd.autodiff import transform_arguments, transforms, tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import MeshError
-from spmd.layout import Layout, P
+from spmd.layout import P
 from spmd.map_arguments import cotangent_for, cotangent_input
-from spmd.map_results import BodyResults, MapResult, as_block, joined_leaves, one_structure
+from spmd.map_results import BodyResults, MapResult, joined_leaves, one_structure
 from spmd.mapped_body import MappedBody
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.placement import mesh_for
@@ -36,7 +36,6 @@ Run = Callable[[Mesh, tuple, list[Leaf], Callable[[Worker, list], BodyResults], 
 
 
 def called_in_body(where: str) -> MeshError:
-    """The error for a map that a body calls."""
     return MeshError.at(
         where,
         got="a map that is called inside a body",
@@ -94,7 +93,7 @@ class MapVjp:
     def forward(self, once: bool) -> tuple[Any, list, Callable[[list], list]]:
         """Run forward, every worker on its own tape: the structure of the results, they, and their pullback.
 
-        once: the pullback serves one time, and frees the tapes as it goes.
+        once: the pullback is called once, and frees the tapes during its run.
         """
         mapped, mesh = self.mapped, self.mesh
         inputs = [mapped.arguments.lay_out(mesh, leaf) for leaf in self.leaves]
@@ -181,7 +180,7 @@ class MapVjp:
             assert pull is not None
             return pull([cotangents.get(k) for k in range(len(outs))])
 
-        cotangent_specs = {k: _layout_of(outs[k]) for k in places}  # cotangents have the blocks of their results
+        cotangent_specs = {k: layout_of(outs[k]) for k in places}  # cotangents have the blocks of their results
         in_specs = ([x.spec for x in leaves], cotangent_specs)
         pullback = MappedBody(body, in_specs, tuple(leaves[k].spec for k in self.of), self.mesh, mapped.check)
         return self.as_arguments(
@@ -197,7 +196,7 @@ def value_and_grad(
     kwargs: dict,
     run: Run,
 ) -> tuple[Any, list] | None:
-    """The value, and the gradients of the arguments at `argnums`, in one run: every worker goes forward and back.
+    """The value, and the gradients of the arguments at `argnums`, in one run, forward and backward.
 
     check: raises if a result has no gradient. None where two runs are needed: an argument is on no mesh or traced from
     outside, the result is a tree, or non-finite values are searched for.
@@ -241,8 +240,3 @@ def gradients(worker: Worker, of: list[Leaf], gs: Sequence[Any]) -> BodyResults:
 
 def _is_differentiable(x: Any) -> bool:
     return type(x) is Array and kind_of_dtype(x.dtype) in ("f", "c")
-
-
-def _layout_of(x: Any) -> Layout | None:
-    x = value_of(x)
-    return x.layout if isinstance(x, PartitionedArray) else None

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.array import PartitionedArray, closure_error
+from spmd.array import PartitionedArray, as_block, closure_error
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.staging.recorder import is_slot, one_line
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.kernels import on_device
@@ -41,12 +40,6 @@ from spmd.spec_trees import Leaf, shown, spread
 from spmd.state import State, state_of
 from spmd.transport.call import Call
 from spmd.transport.handles import Outcome, read_only
-
-
-def as_block(x: Any) -> Any:
-    """A computed array as a block: contiguous and read-only."""
-    return read_only(contiguous(x))
-
 
 _RESULT = "an array of numbers, or a number"
 _PASSES_AS_IT_IS = "the out_spec None lets any object pass that is equal on all workers"

@@ -14,7 +14,7 @@ from spmd.map_results import BodyResults, MapResult, ResultSpecs, joined_leaves,
 from spmd.mesh import Mesh, Worker
 from spmd.replicas.closures import note_closure
 from spmd.replicas.compare import next_turn
-from spmd.scheduler_choice import Trial
+from spmd.scheduler_choice import SchedulerTrial
 from spmd.spec_trees import Leaf, spec_leaves
 from spmd.transport.call import ONE_BY_ONE
 from spmd.transport.handles import Outcome
@@ -42,7 +42,7 @@ class MappedBody:
         self.where = where or f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         self.arguments = ArgumentSpecs(self.where, f, self.in_specs)
         self.results = ResultSpecs(self.where, out_specs)
-        self.trials: dict[Any, Trial] = {}
+        self.trials: dict[Any, SchedulerTrial] = {}
         self.turns: dict[Any, int] = {}
         for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
             for path, spec in spec_leaves(specs):
@@ -81,7 +81,7 @@ class MappedBody:
                 return mesh.run(body, tracked=tracked, number=number)
         trial = self.trials.get((mesh, key))
         if trial is None:
-            trial = self.trials[mesh, key] = Trial()
+            trial = self.trials[mesh, key] = SchedulerTrial()
         scheduler = trial.next if mesh.scheduler == "auto" else "lockstep"
         in_turns = scheduler == "lockstep"
         with suspended():

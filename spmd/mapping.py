@@ -2,7 +2,7 @@
 
 A call takes four steps. `ArgumentSpecs` lays the arguments out by in_specs, `MappedBody` runs the body on the blocks of
 every worker, `ResultSpecs` checks its results against out_specs, and `joined_leaves` joins their blocks to
-`PartitionedArray`s. `spmd.map_interpreters` says what is run: the body, or its derivative.
+`PartitionedArray`s. `spmd.map_interpreters` chooses what runs: the body, or its derivative.
 """
 
 from __future__ import annotations

@@ -32,15 +32,7 @@ if TYPE_CHECKING:
     from spmd.cuda import Places
     from spmd.frontends import Frontend
 
-__all__ = [
-    "WORKER",
-    "Mesh",
-    "Worker",
-    "current_mesh",
-    "here",
-    "make_mesh",
-    "use_map",
-]
+__all__ = ["WORKER", "Mesh", "Worker", "current_mesh", "here", "make_mesh", "use_map"]
 
 
 class Worker:
@@ -164,8 +156,8 @@ class Mesh:
         self.axes: dict[str, int] = {name: int(n) for name, n in axes.items()}
         self.sides = tuple(self.axes.items())
         self.size = math.prod(self.axes.values())
-        given = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
-        check_all(but=[name for name, value in given.items() if value is not None])
+        arguments = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
+        check_all(overridden=[name for name, value in arguments.items() if value is not None])
         self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
         name = _choice(where, "transport", transport)
         chosen = _choice(where, "device", device)
@@ -421,7 +413,7 @@ def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
 def _choice(where: str, option: str, value: str | None) -> str | None:
     """An option from its argument, checked, or its environment variable."""
     variable = f"SPMD_{option.upper()}"
-    values = SETTINGS[variable].known
+    values = SETTINGS[variable].choices
     if value is None:
         return setting(variable)
     if value not in values:

@@ -25,28 +25,15 @@ from spmd.device import seen
 from spmd.errors import describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
-from spmd.lazy_imports import absent
+from spmd.lazy_imports import lazy_attributes
 from spmd.ownership import reclaimed
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = [
-    "AdamState",
-    "Optimizer",
-    "SGDState",
-    "adam",
-    "adamw",
-    "clip_by_global_norm",
-    "cosine",
-    "linear",
-    "sgd",
-]
+__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "clip_by_global_norm", "cosine", "linear", "sgd"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-
-    @api_boundary
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, name)
+    __getattr__, __dir__ = lazy_attributes(__name__, {})
 
 
 Rate = float | Callable[[int], float]
@@ -103,25 +90,25 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning", ICML 2013.
     The rate is not part of v, as in PyTorch and optax.
     """
-    learning_rate = _rate_given("spmd.optim.sgd", learning_rate)
-    momentum = _option("spmd.optim.sgd", "momentum", momentum, 0.9)
+    learning_rate = _checked_rate("spmd.optim.sgd", learning_rate)
+    momentum = _checked_option("spmd.optim.sgd", "momentum", momentum, 0.9)
 
     def init(params):
         return SGDState(0, tree.map(_zeros, params) if momentum else None)
 
     def formula(rate, p, g, v=None):
-        along = g = _widened(g)
+        direction = g = _widened(g)
         if v is not None:
-            v = _like(momentum * v + g, v)
-            along = momentum * v + g if nesterov else v
-        return _like(_widened(p) - rate * along, p), v
+            v = _cast_like(momentum * v + g, v)
+            direction = momentum * v + g if nesterov else v
+        return _cast_like(_widened(p) - rate * direction, p), v
 
     def update(grads, state, params, *, donate=False):
-        rate = _rate(learning_rate, state.steps)
-        kept = (state.velocity,) if momentum else ()
-        numbers = _numbers(rate, momentum, nesterov)
+        rate = _rate_at(learning_rate, state.steps)
+        state_trees = (state.velocity,) if momentum else ()
+        numbers = _kernel_options(rate, momentum, nesterov)
         step = _Step(_sgd, numbers, partial(formula, rate))
-        params, velocity = step.on_each(2, donate, params, grads, *kept)
+        params, velocity = step.on_each(2, donate, params, grads, *state_trees)
         return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
 
     return Optimizer(api_boundary(init), api_boundary(update))
@@ -153,61 +140,64 @@ def adamw(
 
 
 def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> Optimizer:
-    learning_rate = _rate_given(where, learning_rate)
-    b1, b2 = _option(where, "b1", b1, 0.9, below=1), _option(where, "b2", b2, 0.999, below=1)
-    eps, weight_decay = _option(where, "eps", eps, 1e-8), _option(where, "weight_decay", weight_decay, 1e-2)
+    learning_rate = _checked_rate(where, learning_rate)
+    b1, b2 = _checked_option(where, "b1", b1, 0.9, below=1), _checked_option(where, "b2", b2, 0.999, below=1)
+    eps = _checked_option(where, "eps", eps, 1e-8)
+    weight_decay = _checked_option(where, "weight_decay", weight_decay, 1e-2)
 
     def init(params):
         return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
 
     def formula(rate, t, p, g, m, s):
         g, wide = _widened(g), _widened(p)
-        m = _like(b1 * m + (1 - b1) * g, m)
-        s = _like(b2 * s + (1 - b2) * (g * g), s)
-        along = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
-        return _like(wide - rate * (along + weight_decay * wide if weight_decay else along), p), m, s
+        m = _cast_like(b1 * m + (1 - b1) * g, m)
+        s = _cast_like(b2 * s + (1 - b2) * (g * g), s)
+        direction = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
+        return _cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
     def update(grads, state, params, *, donate=False):
-        rate, t = _rate(learning_rate, state.steps), state.steps + 1
-        numbers = _numbers(rate, b1, b2, eps, weight_decay, t)
+        rate, t = _rate_at(learning_rate, state.steps), state.steps + 1
+        numbers = _kernel_options(rate, b1, b2, eps, weight_decay, t)
         step = _Step(_adamw, numbers, partial(formula, rate, t))
-        params, *kept = step.on_each(3, donate, params, grads, state.mean, state.square)
-        return params, AdamState(t, *kept)
+        params, *moments = step.on_each(3, donate, params, grads, state.mean, state.square)
+        return params, AdamState(t, *moments)
 
     return Optimizer(api_boundary(init), api_boundary(update))
 
 
-def _rate_given(where: str, learning_rate: Any) -> Any:
-    return learning_rate if callable(learning_rate) else _option(where, "learning_rate", learning_rate, 1e-3)
+def _checked_rate(where: str, learning_rate: Any) -> Any:
+    return learning_rate if callable(learning_rate) else _checked_option(where, "learning_rate", learning_rate, 1e-3)
 
 
-def _rate(learning_rate: Rate, steps: int):
+def _rate_at(learning_rate: Rate, steps: int):
     if not callable(learning_rate):
         return learning_rate
-    return _option("spmd.optim", f"learning_rate, of {steps} updates done,", learning_rate(steps), 1e-3)
+    return _checked_option("spmd.optim", f"learning_rate, of {steps} updates done,", learning_rate(steps), 1e-3)
 
 
-def _option(where: str, argument: str, x: Any, mend: float, below: float = math.inf, least: float = 0) -> Any:
+def _checked_option(
+    where: str, argument: str, x: Any, example: float, below: float = math.inf, minimum: float = 0
+) -> Any:
     """An option of an optimiser as a number that does not widen arrays. Arrays stay: they may be differentiated."""
     if isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool):
-        fits = least <= x < below
+        fits = minimum <= x < below
     elif type(x) is np.ndarray:
-        fits = x.dtype.kind in "fiu" and bool(np.all((x >= least) & (x < below)))
+        fits = x.dtype.kind in "fiu" and bool(np.all((x >= minimum) & (x < below)))
     else:
         fits = not isinstance(x, np.generic) and getattr(x, "dtype", None) is not None
     if fits:
-        return _weak(x)
+        return _as_python_number(x)
     name = argument.split(",")[0]
-    need = f"a number, at least {least}" + (f" and below {below}" if below < math.inf else ", finite")
-    raise ValueError(message(where, argument=argument, got=describe(x), need=need, mend=f"{name}={mend}"))
+    need = f"a number, at least {minimum}" + (f" and below {below}" if below < math.inf else ", finite")
+    raise ValueError(message(where, argument=argument, got=describe(x), need=need, mend=f"{name}={example}"))
 
 
-def _weak(number):
+def _as_python_number(number):
     """A NumPy number as a Python number, which takes the dtype of the arrays it meets."""
     return float(number) if isinstance(number, np.floating) else number
 
 
-def _like(new, old):
+def _cast_like(new, old):
     """new in the dtype of old, so that gradients of higher precision do not widen it."""
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
@@ -218,13 +208,13 @@ def _name(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def _short(x) -> bool:
+def _is_short(x) -> bool:
     return _name(x.dtype) in ("float16", "bfloat16")
 
 
 def _widened(x):
     """An array for the computation: the square of a short number may underflow or overflow in its own dtype."""
-    return x.astype(np.float32) if _short(x) else x
+    return x.astype(np.float32) if _is_short(x) else x
 
 
 def _check(argument: str, a: Any, p: Any = None) -> None:
@@ -245,9 +235,9 @@ def _check(argument: str, a: Any, p: Any = None) -> None:
 
 
 def _zeros(p):
-    """The initial state; in float32 for short dtypes, whose squares would underflow."""
+    """The initial state of a parameter; in float32 for short dtypes, whose squares would underflow."""
     _check("params", p)
-    return np.zeros_like(p, dtype=np.float32) if _short(p) else np.zeros_like(p)
+    return np.zeros_like(p, dtype=np.float32) if _is_short(p) else np.zeros_like(p)
 
 
 # Steps in one pass over memory
@@ -267,35 +257,37 @@ def _adamw(p, g, m, s, *, options, over=False):
 _FLOATING = ("float32", "float64", "float16", "bfloat16")
 
 
-def _numbers(*options: Any) -> tuple[Any, ...] | None:
+def _kernel_options(*options: Any) -> tuple[Any, ...] | None:
     """The options of a kernel; None if some are arrays, for which only the formulas work."""
     return options if all(isinstance(n, int | float | np.floating) for n in options) else None
 
 
 class _Step(NamedTuple):
-    """The update of a parameter, its gradient and its state: by a kernel with these numbers, or by the formula."""
+    """An update: a kernel with these numbers, and the formula where the kernel does not apply."""
 
     kernel: Any
     numbers: tuple[Any, ...] | None
     formula: Callable[..., tuple]
 
-    def on_each(self, count: int, donate: bool, params: Any, *others: Any) -> list[Any]:
-        """The results of the step for every parameter, each as a tree."""
+    def on_each(self, count: int, donate: bool, params: Any, *gradients_and_states: Any) -> list[Any]:
+        """Apply the step to every parameter: `count` trees of results."""
         leaves, structure = tree.flatten(params)
-        rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in others), strict=True))
-        fused = [self._fits(arrays) for arrays in rows]
-        # Everything that may fail comes before anything is overwritten.
-        made: list[Any] = [None if fits else self._by_formula(arrays) for fits, arrays in zip(fused, rows, strict=True)]
+        rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in gradients_and_states), strict=True))
+        uses_kernel = [self._kernel_applies(arrays) for arrays in rows]
+        # All checks come before the first array is overwritten.
+        results: list[Any] = [
+            None if fits else self._by_formula(arrays) for fits, arrays in zip(uses_kernel, rows, strict=True)
+        ]
         donate = donate and not ACTIVE.get()
-        mine = _given_away(rows) if donate else frozenset()
+        reusable = _reusable_ids(rows) if donate else frozenset()
         for k, arrays in enumerate(rows):
-            if fused[k]:
-                made[k] = self._fused(arrays, mine)
+            if uses_kernel[k]:
+                results[k] = self._by_kernel(arrays, reusable)
         for p, _, *state in rows if donate else ():
             for a in (p, *state):
                 if type(a) is PartitionedArray:
                     a.blocks = DONATED
-        return [tree.unflatten(structure, [results[k] for results in made]) for k in range(count)]
+        return [tree.unflatten(structure, [result[k] for result in results]) for k in range(count)]
 
     def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         p, g, *_ = arrays
@@ -303,21 +295,21 @@ class _Step(NamedTuple):
         _check("grads", g, p)
         return self.formula(*arrays)
 
-    def _fits(self, arrays: tuple[Any, ...]) -> bool:
+    def _kernel_applies(self, arrays: tuple[Any, ...]) -> bool:
         """Whether the kernel applies: arrays of one type and layout, in its dtypes, and not differentiated."""
         p = arrays[0]
-        kind = type(p)
-        if self.numbers is None or not (kind in _KINDS or kernels.on_device(p)) or not p.shape:
+        cls = type(p)
+        if self.numbers is None or not (cls in _ARRAY_TYPES or kernels.on_device(p)) or not p.shape:
             return False
-        wanted = dtype = p.dtype
+        expected_dtype = dtype = p.dtype
         if _name(dtype) not in _FLOATING:
             return False
         for k, a in enumerate(arrays):
-            if k == 2 and _short(p):
-                wanted = _SINGLE
-            if type(a) is not kind or (a.dtype is not wanted and a.dtype != wanted):
+            if k == 2 and _is_short(p):
+                expected_dtype = _FLOAT32
+            if type(a) is not cls or (a.dtype is not expected_dtype and a.dtype != expected_dtype):
                 return False
-        if kind is PartitionedArray:
+        if cls is PartitionedArray:
             layout, mesh = p.layout, p.mesh
             for argument, a in zip(_ARGUMENTS, arrays, strict=False):
                 if a.blocks is DONATED:
@@ -325,49 +317,52 @@ class _Step(NamedTuple):
                 if (a.layout is not layout and a.layout != layout) or (a.mesh is not mesh and a.mesh != mesh):
                     return False
             return True
-        if kind is Array and any(a.tape is not None or a.state is not p.state for a in arrays):
+        if cls is Array and any(a.tape is not None or a.state is not p.state for a in arrays):
             return False
         return all(a.shape == p.shape for a in arrays)
 
-    def _fused(self, arrays: tuple[Any, ...], mine: Set[int]) -> tuple[Any, ...]:
-        """The step by its kernel: new parameters, and state or None. reusable: ids of arrays to overwrite."""
-        kind = type(arrays[0])
-        if kind is PartitionedArray:
-            results = self._blockwise(arrays, bool(mine) and all(k == 1 or id(a) in mine for k, a in enumerate(arrays)))
+    def _by_kernel(self, arrays: tuple[Any, ...], reusable: Set[int]) -> tuple[Any, ...]:
+        """The step by its kernel: the new parameter, and its state or None. reusable: ids of arrays to overwrite."""
+        cls = type(arrays[0])
+        if cls is PartitionedArray:
+            overwrite = all(k == _GRADIENT or id(a) in reusable for k, a in enumerate(arrays))
+            results = self._blockwise(arrays, overwrite)
         else:
-            kernel = self.kernel if kind is Array else self.kernel.primitive.fun
+            kernel = self.kernel if cls is Array else self.kernel.primitive.fun
             results = kernel(*arrays, options=self.numbers)
         return results if len(results) > 1 else (*results, None)
 
-    def _blockwise(self, arrays: tuple[Any, ...], over: bool) -> tuple[Any, ...]:
+    def _blockwise(self, arrays: tuple[Any, ...], overwrite: bool) -> tuple[Any, ...]:
         """The step on each block of this process, once for all copies of it."""
         p = arrays[0]
         layout, mesh, fun, numbers = p.layout, p.mesh, self.kernel.primitive.fun, self.numbers
         tables = [a.blocks for a in arrays]
-        if over:  # blocks that may be overwritten are referenced by these lists only
-            tables = [table if k == 1 else dict(table) for k, table in enumerate(tables)]
+        if overwrite:  # blocks that may be overwritten are referenced by these lists only
+            tables = [table if k == _GRADIENT else dict(table) for k, table in enumerate(tables)]
             for k, a in enumerate(arrays):
-                if k != 1:
+                if k != _GRADIENT:
                     a.blocks = DONATED
         results: list[dict[int, Any]] = [dict.fromkeys(mesh.local_workers) for _ in range(len(arrays) - 1)]
         for workers in mesh.sharers(layout):
-            mine = False
-            if over:
-                blocks = [table[workers[0]] if k == 1 else _taken(table, workers) for k, table in enumerate(tables)]
-                mine = all(k == 1 or reclaimed(blocks, k) for k in range(len(blocks)))
+            all_reclaimed = False
+            if overwrite:
+                blocks = [
+                    table[workers[0]] if k == _GRADIENT else _pop_block(table, workers)
+                    for k, table in enumerate(tables)
+                ]
+                all_reclaimed = all(k == _GRADIENT or reclaimed(blocks, k) for k in range(len(blocks)))
             else:
                 blocks = [table[workers[0]] for table in tables]
             with device_of_worker(mesh, workers[0]):
-                made = fun(*blocks, options=numbers, over=mine)
-            for new, to in zip(made, results, strict=True):
+                new_arrays = fun(*blocks, options=numbers, over=all_reclaimed)
+            for new, table_of_results in zip(new_arrays, results, strict=True):
                 read_only(new)
                 for w in workers:
-                    to[w] = new
+                    table_of_results[w] = new
         return tuple([PartitionedArray(blocks, layout, mesh) for blocks in results])
 
 
-def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
-    """The block of these workers, removed from the table."""
+def _pop_block(table: dict[int, Any], workers: Sequence[int]) -> Any:
     block = None
     for w in workers:
         block = table.pop(w)
@@ -375,17 +370,19 @@ def _taken(table: dict[int, Any], workers: Sequence[int]) -> Any:
 
 
 _ARGUMENTS = ("params", "grads", "state", "state")
-_KINDS = frozenset((PartitionedArray, Array, np.ndarray))
-_SINGLE = np.dtype(np.float32)
+_GRADIENT = 1
+"""The index of the gradient among the arrays of a step. It is never overwritten."""
+_ARRAY_TYPES = frozenset((PartitionedArray, Array, np.ndarray))
+_FLOAT32 = np.dtype(np.float32)
 
 
-def _given_away(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
+def _reusable_ids(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
     """The ids of the parameters and states to overwrite: global arrays that occur once."""
-    times: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for arrays in rows:
         for a in arrays:
-            times[id(a)] = times.get(id(a), 0) + 1
-    return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and times[id(a)] == 1}
+            counts[id(a)] = counts.get(id(a), 0) + 1
+    return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and counts[id(a)] == 1}
 
 
 # Schedules and clipping
@@ -400,8 +397,8 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     the gradients, another all-reduce computes it in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training
     recurrent neural networks", ICML 2013. Raises ValueError unless max_norm is positive.
     """
-    known = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
-    if not (known or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
+    is_number = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
+    if not (is_number or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
         raise ValueError(
             message(
                 "spmd.optim.clip_by_global_norm",
@@ -412,22 +409,22 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
             )
         )
     scale = 1 / np.sqrt(np.maximum(_relative_square(grads, max_norm), 1.0))
-    return tree.map(lambda g: _like(g * scale, g), grads)
+    return tree.map(lambda g: _cast_like(g * scale, g), grads)
 
 
 def _relative_square(grads: Any, max_norm: float) -> Any:
     """The squared norm, relative to max_norm²."""
     if all(map(seen, map(value_of, tree.leaves(grads)))):
-        wide, most = tree.map(_widened, grads), _weak(max_norm)
+        wide, limit = tree.map(_widened, grads), _as_python_number(max_norm)
         with np.errstate(over="ignore", under="ignore", divide="ignore"):
             total = np.real(inner(wide, wide))
-            found = total / most / most
-        if value_of(total) > 1e-20 and value_of(found) < np.inf:  # no relevant underflow, on any worker
-            return found
+            relative = total / limit / limit
+        if value_of(total) > 1e-20 and value_of(relative) < np.inf:  # no relevant underflow, on any worker
+            return relative
     # Squares may overflow or underflow, and a device is not asked: divide first, in float64.
-    most = np.float64(1) * max_norm  # a NumPy number, which widens what it divides
-    parts = tree.map(lambda g: g / most, grads)
-    return np.real(inner(parts, parts))
+    limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
+    scaled = tree.map(lambda g: g / limit, grads)
+    return np.real(inner(scaled, scaled))
 
 
 @api_boundary
@@ -447,16 +444,16 @@ def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callab
 
 
 def _schedule(
-    name: str, rate: float, steps: int, end: float, warmup: int, fall: Callable[[float], float]
+    name: str, rate: float, steps: int, end: float, warmup: int, shape: Callable[[float], float]
 ) -> Callable[[int], float]:
     where = f"spmd.optim.{name}"
-    rate, end = _option(where, "rate", rate, 1e-3), _option(where, "end", end, 0.0)
-    steps = _option(where, "steps", steps, 1000, least=1)
-    warmup = _option(where, "warmup", warmup, 100)
+    rate, end = _checked_option(where, "rate", rate, 1e-3), _checked_option(where, "end", end, 0.0)
+    steps = _checked_option(where, "steps", steps, 1000, minimum=1)
+    warmup = _checked_option(where, "warmup", warmup, 100)
 
     def at(done: int) -> float:
         if done < warmup:
             return rate * (done + 1) / (warmup + 1)
-        return end + (rate - end) * fall(min(1.0, (done - warmup) / steps))
+        return end + (rate - end) * shape(min(1.0, (done - warmup) / steps))
 
     return at

@@ -9,11 +9,7 @@ import numpy as np
 
 from spmd.autodiff.admission import BARE, admit
 from spmd.device import copied
-from spmd.errors import (
-    LayoutError,
-    StateError,
-    describe,
-)
+from spmd.errors import LayoutError, StateError, describe
 from spmd.kernels import on_device
 from spmd.kernels.memory.pool import PooledBase
 from spmd.tracebacks import api_boundary

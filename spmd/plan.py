@@ -45,9 +45,9 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
         )
     moves = []
     load = [0] * source.size
-    for t, wanted in enumerate(target.boxes):
+    for t, target_box in enumerate(target.boxes):
         for workers in source.holders.values():
-            shared = _overlap(source.boxes[workers[0]], wanted)
+            shared = _overlap(source.boxes[workers[0]], target_box)
             if shared is None or target.positions(t) is None:
                 continue
             if source.copies == "varying":

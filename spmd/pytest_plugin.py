@@ -76,8 +76,8 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     plan: Plan = request.param
     if plan.scheduler == "mpi" and _INSIDE not in os.environ:
         plan = plan._replace(scheduler="lockstep")  # for other fixtures; the test itself runs in a job
-    with plan.mesh() as made:
-        yield made
+    with plan.mesh() as entered:
+        yield entered
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -90,7 +90,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _function(fixture: Any) -> Any:
-    """The function of a fixture."""
     return getattr(fixture, "_fixture_function", None) or fixture.__wrapped__
 
 
@@ -100,7 +99,7 @@ def _plans(config: pytest.Config, workers: Sequence = WORKERS, schedulers: Seque
     plans = [Plan(a, s) for a in axes for s in schedulers]
     if n:
         fitting = [a for a in axes if math.prod(k for _, k in a) == n]
-        # Names that the tests know.
+        # Tests may use the axis names.
         names = [name for name, _ in axes[0]] if axes else ["x"]
         plans += [Plan(a, "mpi") for a in fitting or [tuple((name, 1 if k else n) for k, name in enumerate(names))]]
     return plans
@@ -110,16 +109,16 @@ def _marked(mark: pytest.Mark | None, test: str) -> dict[str, Any]:
     """The arguments of the mark, checked."""
     if mark is None:
         return {}
-    given = {**dict(zip(("workers", "schedulers"), mark.args, strict=False)), **mark.kwargs}
-    wrong = [name for name in given if name not in ("workers", "schedulers")] or mark.args[2:]
-    wrong = wrong or [w for w in given.get("workers", ()) if not _sizes(w)]
-    wrong = wrong or [s for s in given.get("schedulers", ()) if s not in SCHEDULERS]
+    arguments = {**dict(zip(("workers", "schedulers"), mark.args, strict=False)), **mark.kwargs}
+    wrong = [name for name in arguments if name not in ("workers", "schedulers")] or mark.args[2:]
+    wrong = wrong or [w for w in arguments.get("workers", ()) if not _sizes(w)]
+    wrong = wrong or [s for s in arguments.get("schedulers", ()) if s not in SCHEDULERS]
     if wrong:
         raise pytest.UsageError(
             f"@pytest.mark.spmd of {test}: got {wrong[0]!r}, needed workers=[1, 3, {{'x': 2, 'y': 2}}], numbers of "
             f"workers or axis sizes by name, and schedulers=[...], out of {', '.join(map(repr, SCHEDULERS))}"
         )
-    return given
+    return arguments
 
 
 def _sizes(workers: Any) -> bool:
@@ -161,17 +160,17 @@ def _job(item: pytest.Function, n: int) -> str:
             env=_OPENMPI | os.environ | {_INSIDE: folder},
         )
         try:
-            said, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
             ended = f"ended with status {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
             ended = f"did not end within {limit:g} seconds (--spmd-mpi-timeout)"
-            said = ""
+            output = ""
         finally:
             _end(process)
         reports = sorted(Path(folder).iterdir(), key=lambda p: int(p.name))
         if not ended and not reports:
             return ""
-        texts = [f"process {p.name} of {n}:\n{p.read_text(encoding='utf-8')}" for p in reports] or [said]
+        texts = [f"process {p.name} of {n}:\n{p.read_text(encoding='utf-8')}" for p in reports] or [output]
         return "\n\n".join([f"{shlex.join(command)}\n{ended}", *texts]).rstrip()
 
 
@@ -180,17 +179,17 @@ _OPENMPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def _mpiexec(config: pytest.Config, n: int) -> list[str]:
-    """The launch command for n processes."""
-    given = config.getoption("--spmd-mpiexec")
-    if given:
-        return [*shlex.split(given), "-n", str(n)]
+    command = config.getoption("--spmd-mpiexec")
+    if command:
+        return [*shlex.split(command), "-n", str(n)]
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
         raise pytest.UsageError('--spmd-mpi: no mpiexec found: pip install "spmd[mpi]", or name one by --spmd-mpiexec')
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, env=_OPENMPI | os.environ)
-    openmpi = "Open MPI" in said.stdout or "OpenRTE" in said.stdout
-    return [found, *["--oversubscribe"] * openmpi, "-n", str(n)]
+    environment = _OPENMPI | os.environ
+    version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, check=False, env=environment)
+    openmpi = "Open MPI" in version.stdout or "OpenRTE" in version.stdout
+    return [mpiexec, *["--oversubscribe"] * openmpi, "-n", str(n)]
 
 
 def _end(process: subprocess.Popen) -> None:

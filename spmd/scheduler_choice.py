@@ -15,63 +15,62 @@ from spmd.mesh import Mesh
 from spmd.transport.blas_threads import usable_cores
 from spmd.transport.handles import Outcome
 
-__all__ = ["Trial"]
+__all__ = ["SchedulerTrial"]
 
-_LONG = 400e-6
+_SEGMENT_MIN = 400e-6
 """Seconds between two waits from which threads may be faster: a handoff across cores takes about 35 us."""
-_SURE = 10 * _LONG
+_SEGMENT_CERTAIN = 10 * _SEGMENT_MIN
 """Seconds between two waits from which threads are faster."""
-_TIMES = 3
+_TIMES_MIN = 3
 """How often each scheduler is timed if the choice is not clear."""
-_MORE = 8
-"""How often if one is less than _MUCH times as fast as the other."""
-_MUCH = 1.5
+_TIMES_MAX = 8
+"""How often if one is less than _CLEAR_RATIO times as fast as the other."""
+_CLEAR_RATIO = 1.5
 
 _lock = RLock()
 """Several threads of the user may call a map, and so may a signal handler that interrupts one of them."""
 
 
-class Trial:
+class SchedulerTrial:
     """The first calls of a map for arguments of given shapes. chosen: the scheduler; None before the choice.
 
-    taken: the seconds of the calls so far. segment: the longest work of one core between two waits, in seconds. quiet:
+    seconds: those of the calls so far. segment: the longest work of one core between two waits, in seconds. quiet:
     whether no worker waited in the last call in lockstep.
     """
 
-    __slots__ = ("chosen", "quiet", "segment", "taken")
+    __slots__ = ("chosen", "quiet", "seconds", "segment")
 
     def __init__(self) -> None:
         self.chosen: str | None = None
         self.quiet = False
         self.segment = inf
-        self.taken: dict[str, list[float]] = {"lockstep": [], "threads": []}
+        self.seconds: dict[str, list[float]] = {"lockstep": [], "threads": []}
 
     @property
     def next(self) -> str:
-        """The scheduler of the next call."""
-        in_turns = "threads" if len(self.taken["threads"]) <= len(self.taken["lockstep"]) - 2 else "lockstep"
+        in_turns = "threads" if len(self.seconds["threads"]) <= len(self.seconds["lockstep"]) - 2 else "lockstep"
         return self.chosen or in_turns
 
     def learn(self, scheduler: str, outcome: Outcome, mesh: Mesh) -> None:
         """Take the outcome of a call with this scheduler into account."""
         with _lock:
             if self.chosen is None:
-                self.taken[scheduler].append(outcome.seconds)
+                self.seconds[scheduler].append(outcome.seconds)
                 if scheduler == "lockstep":
                     segment = (outcome.seconds - outcome.shared) / (outcome.switches + mesh.size)
                     self.segment = min(self.segment, segment)
                 self.chosen = self._choice(mesh)
 
     def _choice(self, mesh: Mesh) -> str | None:
-        lockstep, threads = self.taken["lockstep"], self.taken["threads"]
-        if self.segment <= _LONG or usable_cores() == 1 or mesh.size == 1:
+        lockstep, threads = self.seconds["lockstep"], self.seconds["threads"]
+        if self.segment <= _SEGMENT_MIN or usable_cores() == 1 or mesh.size == 1:
             return "lockstep"
-        if self.segment > _SURE and len(lockstep) > 1:
+        if self.segment > _SEGMENT_CERTAIN and len(lockstep) > 1:
             return "threads"
-        times = min(len(lockstep), len(threads))
-        if times < _TIMES:
+        count = min(len(lockstep), len(threads))
+        if count < _TIMES_MIN:
             return None
-        sooner, later = sorted((min(lockstep), min(threads)))
-        if times < _MORE and later < _MUCH * sooner:
+        shorter, longer = sorted((min(lockstep), min(threads)))
+        if count < _TIMES_MAX and longer < _CLEAR_RATIO * shorter:
             return None
         return "threads" if min(threads) < min(lockstep) else "lockstep"

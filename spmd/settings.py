@@ -16,23 +16,23 @@ __all__ = ["SETTINGS", "check_all", "complaints", "setting"]
 class _Setting(NamedTuple):
     """One variable. parse: the value of a text; ValueError if it has none. need: the allowed texts, in words.
 
-    default: the value of an unset variable. known: the allowed texts, if there are few.
+    default: the value of an unset variable. choices: the allowed texts, if there are few.
     """
 
     parse: Callable[[str], Any]
     need: str
     default: Any
-    known: tuple[str, ...]
+    choices: tuple[str, ...]
 
 
-def _one_of(*known: str) -> _Setting:
+def _one_of(*texts: str) -> _Setting:
     def parse(text: str) -> str:
-        if text not in known:
+        if text not in texts:
             raise ValueError
         return text
 
-    words = [f'"{name}"' for name in known]
-    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, known)
+    words = [f'"{name}"' for name in texts]
+    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, texts)
 
 
 def _switch(default: bool) -> _Setting:
@@ -69,24 +69,24 @@ SETTINGS = {
 
 def setting(name: str) -> Any:
     """The value of a variable, or its default if it is not set. Raises MeshError for a text without a value."""
-    known, text = SETTINGS[name], os.environ.get(name, "")
+    spec, text = SETTINGS[name], os.environ.get(name, "")
     if not text:
-        return known.default
+        return spec.default
     try:
-        value = known.parse(text)
+        value = spec.parse(text)
     except ValueError:
-        raise _refused(name, text) from None
-    return bool(value) if isinstance(known.default, bool) else value
+        raise _setting_error(name, text) from None
+    return bool(value) if isinstance(spec.default, bool) else value
 
 
-def _refused(name: str, text: str) -> MeshError:
-    known = SETTINGS[name]
-    mend = f"{name}={closest(_WORDS.get(text.lower(), text), known.known)}, or leave the variable out"
+def _setting_error(name: str, text: str) -> MeshError:
+    spec = SETTINGS[name]
+    mend = f"{name}={closest(_SWITCH_WORDS.get(text.lower(), text), spec.choices)}, or leave the variable out"
     where = f"the environment variable {name}"
-    return MeshError.at("spmd.Mesh", argument=where, got=repr(text), need=known.need, mend=mend)
+    return MeshError.at("spmd.Mesh", argument=where, got=repr(text), need=spec.need, mend=mend)
 
 
-_WORDS = {"true": "1", "on": "1", "yes": "1", "false": "0", "off": "0", "no": "0"}
+_SWITCH_WORDS = {"true": "1", "on": "1", "yes": "1", "false": "0", "off": "0", "no": "0"}
 
 
 def complaints() -> list[MeshError]:
@@ -100,11 +100,11 @@ def complaints() -> list[MeshError]:
     return errors
 
 
-def check_all(but: Collection[str]) -> None:
+def check_all(overridden: Collection[str]) -> None:
     """Raise MeshError for the first variable with an invalid value, even if this process does not need it.
 
-    So an error does not depend on the transport. but: variables that are overridden by an argument.
+    So an error does not depend on the transport. overridden: variables that are replaced by an argument.
     """
     for name in SETTINGS:
-        if name in os.environ and name not in but:
+        if name in os.environ and name not in overridden:
             setting(name)

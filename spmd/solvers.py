@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.autodiff import transforms, tree
+from spmd.autodiff import transform_arguments, transforms, tree
 from spmd.autodiff.tracer import value_of
 from spmd.errors import DifferentiationError, LayoutError, describe
 from spmd.inner_product import inner, norm
-from spmd.lazy_imports import absent
+from spmd.lazy_imports import lazy_attributes
 from spmd.linear.operator import LinearOperator
 from spmd.linear.space import Space, admit_element, check_fit, conj_tree, size_of, space_of
 from spmd.map_arguments import move_to_layout
@@ -28,13 +28,7 @@ from spmd.tracebacks import api_boundary
 __all__ = ["LeastSquares", "Solution", "cg", "lsqr"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-
-    @api_boundary
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, name)
-
-
-from spmd.autodiff import transform_arguments
+    __getattr__, __dir__ = lazy_attributes(__name__, {})
 
 
 @dataclass(frozen=True)
@@ -81,24 +75,24 @@ def _norm(x: Any) -> float:
     return float(norm(x))
 
 
-def _in_layout_of(x: Any, like: Any) -> Any:
-    """A solution in the layout of the vector that was given; as it is where that was bare."""
+def _in_layout_of(x: Any, templates: Any) -> Any:
+    """A solution in the layouts of the user's vectors; unchanged where these are bare."""
 
-    def one(a, given):
-        have, want = value_of(a), value_of(given)
-        if not isinstance(want, PartitionedArray) or want.layout == have.layout:
+    def moved(a, template):
+        value, target = value_of(a), value_of(template)
+        if not isinstance(target, PartitionedArray) or target.layout == value.layout:
             return a
-        return move_to_layout(a, have.layout, want.layout, have.mesh)
+        return move_to_layout(a, value.layout, target.layout, value.mesh)
 
-    return tree.map(one, x, like)
+    return tree.map(moved, x, templates)
 
 
-def _limits(where: str, maxiter: int | None, **given: float) -> None:
+def _check_limits(where: str, maxiter: int | None, **tolerances: float) -> None:
     if maxiter is not None and not (isinstance(maxiter, int | np.integer) and maxiter >= 0):
         raise LayoutError.at(
             where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100"
         )
-    for name, value in given.items():
+    for name, value in tolerances.items():
         if not isinstance(value, int | float | np.number) or not value >= 0:
             raise LayoutError.at(
                 where, argument=name, got=describe(value), need="a number, not negative", mend=f"{name}=1e-6"
@@ -106,14 +100,10 @@ def _limits(where: str, maxiter: int | None, **given: float) -> None:
 
 
 class _Function:
-    """A function that is applied as an operator. It must not bring derivatives of its own."""
+    """A function that is applied as an operator. It must not close over differentiated arrays."""
 
     def __init__(self, where: str, f: Callable):
         self.where, self.f = where, f
-
-    @classmethod
-    def of(cls, where: str, f: Callable) -> _Function:
-        return f if isinstance(f, cls) else cls(where, f)
 
     def __call__(self, x: Any) -> Any:
         y = self.f(x)
@@ -131,10 +121,10 @@ class _Function:
         return y
 
 
-def _widened(space: Any, b: Any) -> Any:
+def _space_for(space: Any, b: Any) -> Any:
     """A space with dtypes that can also represent those of b."""
-    kind = np.result_type(np.float16, *(getattr(value_of(v), "dtype", float) for v in tree.leaves(b)))
-    return tree.map(lambda s: s.of(kind), space)
+    dtype = np.result_type(np.float16, *(getattr(value_of(v), "dtype", float) for v in tree.leaves(b)))
+    return tree.map(lambda s: s.of(dtype), space)
 
 
 # Conjugate gradients
@@ -166,18 +156,18 @@ def cg(
     DifferentiationError if a plain function closes over a differentiated array.
     """
     where = "spmd.solvers.cg"
-    _limits(where, maxiter, rtol=rtol, atol=atol)
+    _check_limits(where, maxiter, rtol=rtol, atol=atol)
     # The solution does not depend on x0 and M.
     x0 = None if x0 is None else tree.map(value_of, x0)
-    M = M._with(value_of) if isinstance(M, LinearOperator) else M
-    given = b if x0 is None else x0
+    M = M._map_parameters(value_of) if isinstance(M, LinearOperator) else M
+    templates = b if x0 is None else x0
     A, b, x0 = _system(where, A, b, x0)
     options = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
     tape = transform_arguments.innermost([*tree.leaves(b), *_parameters(A)])
     if tape is not None:
-        return _differentiated(where, tape, A, b, x0, given, M, callback, options)
-    found = _cg(A, b, x0, M, callback, **options)
-    return replace(found, x=_in_layout_of(found.x, given))
+        return _traced_cg(where, tape, A, b, x0, templates, M, callback, options)
+    solution = _cg(A, b, x0, M, callback, **options)
+    return replace(solution, x=_in_layout_of(solution.x, templates))
 
 
 def _parameters(A: Any) -> list:
@@ -185,25 +175,26 @@ def _parameters(A: Any) -> list:
 
 
 def _lowered(A: Any, tape: Any) -> Any:
-    return A._with(lambda p: transform_arguments.lower(p, tape)) if isinstance(A, LinearOperator) else A
+    return A._map_parameters(lambda p: transform_arguments.lower(p, tape)) if isinstance(A, LinearOperator) else A
 
 
 def _system(where: str, A: Any, b: Any, x0: Any) -> tuple[Any, Any, Any]:
     """A, b and x0 in the layout in which A works."""
     if isinstance(A, LinearOperator):
         check_fit("=", A.range, A.domain, "a matrix that is not square: A gives")
-        space = _widened(A.domain, b)
+        space = _space_for(A.domain, b)
     elif callable(A) and not hasattr(A, "shape"):
-        arrays = [value_of(v) for v in tree.leaves(b)]
-        if not all(isinstance(v, PartitionedArray) for v in arrays):
+        values = [value_of(v) for v in tree.leaves(b)]
+        if not all(isinstance(v, PartitionedArray) for v in values):
             raise LayoutError.at(
                 where,
                 argument="b",
-                got=", ".join(describe(v) for v in arrays),
+                got=", ".join(describe(v) for v in values),
                 need="partitioned arrays, where A is a function",
                 mend="spmd.put(b, spec, mesh), or A=spmd.linear_operator(f, in_specs, out_specs, shape=...)",
             )
-        space, A = tree.map(lambda v: space_of(value_of(v)).of(np.float16), b), _Function.of(where, A)
+        space = tree.map(lambda v: space_of(value_of(v)).of(np.float16), b)
+        A = A if isinstance(A, _Function) else _Function(where, A)
     else:
         raise LayoutError.at(
             where,
@@ -224,20 +215,20 @@ def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
     x = tree.map(np.zeros_like, b) if x0 is None else x0
     r = b if x0 is None else _axpy(-1, A(x), b)
     p: Any = None
-    before = 0.0
-    square = _product(r, r).real
-    residuals = [math.sqrt(square)]
+    previous_rho = 0.0
+    residual_square = _product(r, r).real
+    residuals = [math.sqrt(residual_square)]
     reason = ""
     while not residuals[-1] <= bound:
         if len(residuals) > maxiter:
             reason = f"no convergence in {maxiter} iterations"
             break
         z = precondition(r)
-        rho = square if M is None else _product(r, z).real
+        rho = residual_square if M is None else _product(r, z).real
         if not rho > 0:
             reason = "the preconditioner is not positive definite" if math.isfinite(rho) else "numbers are not finite"
             break
-        p = z if p is None else _axpy(rho / before, p, z)
+        p = z if p is None else _axpy(rho / previous_rho, p, z)
         q = A(p)
         curvature = _product(p, q).real
         if not curvature > 0:
@@ -246,38 +237,39 @@ def _cg(A, b, x0, M, callback, *, rtol, atol, maxiter) -> Solution:
             break
         x = _axpy(rho / curvature, p, x)
         r = _axpy(-rho / curvature, q, r)
-        before = rho
-        square = _product(r, r).real
-        residuals.append(math.sqrt(square))
+        previous_rho = rho
+        residual_square = _product(r, r).real
+        residuals.append(math.sqrt(residual_square))
         if callback is not None:
             callback(x)
     reached = f"the residual is below {bound:.3g}"
     return Solution(x, len(residuals) - 1, residuals[-1], not reason, reason or reached, tuple(residuals))
 
 
-def _differentiated(where, tape, A, b, x0, given, M, callback, options) -> Solution:
+def _traced_cg(where, tape, A, b, x0, templates, M, callback, options) -> Solution:
     """The solution as a node of the tape.
 
-    With x = solution and r = b - A x, whose value is small, the derivative of x is A^-1 dr at fixed x: A x is recorded
-    on the tape for the parameters of A, and another solve gives the rest.
+    The derivative of the solution x is A^-1 dr, where r = b - A x at fixed x. The tape records r, for b and the
+    parameters of A, and another solve applies A^-1.
     """
-    below = _lowered(A, tape)
-    found = cg(below, tree.map(lambda v: transform_arguments.lower(v, tape), b), x0, M=M, callback=callback, **options)
-    below, x, _ = _system(where, below, found.x, None)
+    lowered = _lowered(A, tape)
+    lowered_b = tree.map(lambda v: transform_arguments.lower(v, tape), b)
+    solution = cg(lowered, lowered_b, x0, M=M, callback=callback, **options)
+    lowered, x, _ = _system(where, lowered, solution.x, None)
     xs, treedef = tree.flatten(x)
     residual = tree.leaves(_axpy(-1, A(x), b))
 
-    def pull(gs):
+    def pull(cotangents):
         cotangent = tree.unflatten(
-            treedef, [np.zeros_like(value_of(x)) if g is None else g for g, x in zip(gs, xs, strict=True)]
+            treedef, [np.zeros_like(value_of(x)) if g is None else g for g, x in zip(cotangents, xs, strict=True)]
         )
-        solved = cg(below, conj_tree(cotangent), M=M, **options)
-        if not solved.converged:
-            warnings.warn(f"{where}: the derivative is not exact: {solved.reason}", RuntimeWarning, stacklevel=2)
-        return tree.leaves(conj_tree(solved.x))
+        adjoint = cg(lowered, conj_tree(cotangent), M=M, **options)
+        if not adjoint.converged:
+            warnings.warn(f"{where}: the derivative is not exact: {adjoint.reason}", RuntimeWarning, stacklevel=2)
+        return tree.leaves(conj_tree(adjoint.x))
 
     traced = transforms.joint(where, tape, residual, xs, pull)
-    return replace(found, x=_in_layout_of(tree.unflatten(treedef, traced), given))
+    return replace(solution, x=_in_layout_of(tree.unflatten(treedef, traced), templates))
 
 
 # Least squares
@@ -309,7 +301,7 @@ def lsqr(
     Raises LayoutError if b does not fit, DifferentiationError if A or b is differentiated.
     """
     where = "spmd.solvers.lsqr"
-    _limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
+    _check_limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
     if not isinstance(A, LinearOperator):
         raise LayoutError.at(
             where,
@@ -325,45 +317,45 @@ def lsqr(
             need="numbers: LSQR has no derivative rule",
             mend="spmd.solvers.cg(A.H @ A, A.H(b)), which has one; or spmd.stop_gradient(b)",
         )
-    b = admit_element(where, "b", b, _widened(tree.map(lambda s: s.of(A.dtype), A.range), b))
-    domain = _widened(tree.map(lambda s: s.of(A.dtype), A.domain), b)
+    b = admit_element(where, "b", b, _space_for(tree.map(lambda s: s.of(A.dtype), A.range), b))
+    domain = _space_for(tree.map(lambda s: s.of(A.dtype), A.domain), b)
     start = None if x0 is None else admit_element(where, "x0", x0, domain)
     maxiter = 2 * size_of(domain) if maxiter is None else maxiter
-    least = float(np.finfo(np.result_type(*(v.dtype for v in tree.leaves(b)))).eps)
-    found = _lsqr(A, b, start, domain, float(damp), max(atol, least), max(btol, least), conlim, maxiter, callback)
-    return found if x0 is None else replace(found, x=_in_layout_of(found.x, x0))
+    eps = float(np.finfo(np.result_type(*(v.dtype for v in tree.leaves(b)))).eps)
+    solution = _lsqr(A, b, start, domain, float(damp), max(atol, eps), max(btol, eps), conlim, maxiter, callback)
+    return solution if x0 is None else replace(solution, x=_in_layout_of(solution.x, x0))
 
 
-def _unit(x: Any) -> tuple[float, Any]:
+def _normalized(x: Any) -> tuple[float, Any]:
     """The norm of x, and x divided by it; zero stays zero."""
-    size = _norm(x)
-    return size, tree.map(lambda u: u / size, x) if size > 0 else x
+    length = _norm(x)
+    return length, tree.map(lambda u: u / length, x) if length > 0 else x
 
 
 def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> LeastSquares:
     """The iteration, as in the paper: A V = U B, B lower bidiagonal with diagonal alpha and beta below it."""
     adjoint = A.H
-    size_b = _norm(b)
-    beta, u = _unit(b if start is None else _axpy(-1, A(start), b))
-    change = tree.map(Space.zeros, domain)  # what is added to x0
-    alpha, v = _unit(adjoint(u)) if beta > 0 else (0.0, change)
+    norm_b = _norm(b)
+    beta, u = _normalized(b if start is None else _axpy(-1, A(start), b))
+    change = tree.map(Space.zeros, domain)  # x - x0
+    alpha, v = _normalized(adjoint(u)) if beta > 0 else (0.0, change)
     # rho_bar and phi_bar are the last diagonal entry and the last right-hand side of the rotated system.
-    w, rho_bar, phi_bar = v, alpha, beta
-    squares, inverse_squares, damped, size_a = alpha**2, 0.0, 0.0, alpha
-    residuals, normal, reason, converged = [beta], alpha * beta, "", True
-    if beta <= btol * size_b:
+    direction, rho_bar, phi_bar = v, alpha, beta
+    squares, inverse_squares, damped_squares, norm_a = alpha**2, 0.0, 0.0, alpha
+    residuals, normal_residual, reason, converged = [beta], alpha * beta, "", True
+    if beta <= btol * norm_b:
         reason = "the system is solved"
-    elif normal == 0:
+    elif normal_residual == 0:
         reason = "the least-squares problem is solved"
-    elif not math.isfinite(normal):
+    elif not math.isfinite(normal_residual):
         reason, converged = "numbers are not finite", False
     while not reason:
         if len(residuals) > maxiter:
             reason, converged = f"no convergence in {maxiter} iterations", False
             break
-        beta, u = _unit(_axpy(-alpha, u, A(v)))
+        beta, u = _normalized(_axpy(-alpha, u, A(v)))
         squares += beta**2 + damp**2
-        alpha, v = _unit(_axpy(-beta, v, adjoint(u))) if beta > 0 else (0.0, v)
+        alpha, v = _normalized(_axpy(-beta, v, adjoint(u))) if beta > 0 else (0.0, v)
         # One rotation takes the damping out of the last row, another the entry below the diagonal.
         rho_damped = math.hypot(rho_bar, damp)
         psi, phi_bar = damp / rho_damped * phi_bar, rho_bar / rho_damped * phi_bar
@@ -371,26 +363,28 @@ def _lsqr(A, b, start, domain, damp, atol, btol, conlim, maxiter, callback) -> L
         cos, sin = rho_damped / rho, beta / rho
         theta, rho_bar = sin * alpha, -cos * alpha
         phi, phi_bar = cos * phi_bar, sin * phi_bar
-        inverse_squares += (_norm(w) / rho) ** 2
-        change = _axpy(phi / rho, w, change)
-        w = _axpy(-theta / rho, w, v)
-        damped += psi**2
-        total = math.hypot(phi_bar, math.sqrt(damped))
-        size, size_a = _norm(change), math.sqrt(squares)
-        normal = alpha * abs(sin * phi)
-        residuals.append(math.sqrt(max(total**2 - (damp * size) ** 2, 0.0)) if damp else total)
+        inverse_squares += (_norm(direction) / rho) ** 2
+        change = _axpy(phi / rho, direction, change)
+        direction = _axpy(-theta / rho, direction, v)
+        damped_squares += psi**2
+        residual = math.hypot(phi_bar, math.sqrt(damped_squares))
+        change_norm, norm_a = _norm(change), math.sqrt(squares)
+        normal_residual = alpha * abs(sin * phi)
+        residuals.append(math.sqrt(max(residual**2 - (damp * change_norm) ** 2, 0.0)) if damp else residual)
         squares += alpha**2
         if callback is not None:
             callback(change if start is None else _axpy(1, start, change))
-        if not math.isfinite(total):
+        if not math.isfinite(residual):
             reason, converged = "numbers are not finite", False
-        elif total <= btol * size_b + atol * size_a * size:
+        elif residual <= btol * norm_b + atol * norm_a * change_norm:
             reason = "the system is solved"
-        elif normal <= atol * size_a * total:
+        elif normal_residual <= atol * norm_a * residual:
             reason = "the least-squares problem is solved"
-        elif conlim and size_a * math.sqrt(inverse_squares) >= conlim:
+        elif conlim and norm_a * math.sqrt(inverse_squares) >= conlim:
             reason, converged = f"the condition is beyond {conlim:.3g}", False
     x = change if start is None else _axpy(1, start, change)
-    condition = size_a * math.sqrt(inverse_squares)
-    done = len(residuals) - 1
-    return LeastSquares(x, done, residuals[-1], converged, reason, tuple(residuals), normal, size_a, condition)
+    condition = norm_a * math.sqrt(inverse_squares)
+    history = tuple(residuals)
+    return LeastSquares(
+        x, len(history) - 1, history[-1], converged, reason, history, normal_residual, norm_a, condition
+    )

@@ -83,8 +83,8 @@ def _misfit(specs, value, path: str) -> str:
         inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
     else:
         return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
-    found = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, Spec))
-    return next((text for text in found if text), "")
+    misfits = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, Spec))
+    return next((text for text in misfits if text), "")
 
 
 def _a(noun: str) -> str:

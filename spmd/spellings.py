@@ -118,13 +118,11 @@ UNKNOWN_KEYWORDS: dict[str, str] = {
     "op": "leave it out: spmd.psum, spmd.pmean, spmd.pmax and spmd.pmin are functions of their own",
     "out": "leave it out: results are new arrays",
     "out_sharding": "leave it out: out_specs of spmd.map say how results are laid out",
-    "static_argnums": "leave it out: in_specs of None pass arguments as they are",
-    "static_argnames": "leave it out: in_specs of None pass arguments as they are",
+    **dict.fromkeys(("static_argnums", "static_argnames"), "leave it out: in_specs of None pass arguments as they are"),
     "donate_argnums": "leave it out: update(..., donate=True) of spmd.optim gives memory away",
     "vectorized": "leave it out: spmd.jacrev and spmd.jacfwd need no vmap",
     "inplace": "leave it out: results are new arrays",
-    "axis_names": "leave it out: a map runs on all axes of its mesh",
-    "auto": "leave it out: a map runs on all axes of its mesh",
+    **dict.fromkeys(("axis_names", "auto"), "leave it out: a map runs on all axes of its mesh"),
     "callback": "leave it out: residuals of the result are the history",
     "show": "leave it out: reason and residuals of the result say what happened",
     "calc_var": "leave it out: no variances are estimated",
@@ -135,10 +133,8 @@ INSTEAD: dict[str, dict[str, str]] = {
     "spmd": {
         # JAX
         "vmap": "write f for arrays of one dimension more, as NumPy broadcasts; spmd.map splits it over workers",
-        "pmap": 'spmd.map(f, P("x"), P("x"))',
-        "xmap": 'spmd.map(f, P("x"), P("x"))',
-        "shard_map": "spmd.map(f, in_specs, out_specs, mesh=mesh)",
-        "smap": "spmd.map(f, in_specs, out_specs, mesh=mesh)",
+        **dict.fromkeys(("pmap", "xmap"), 'spmd.map(f, P("x"), P("x"))'),
+        **dict.fromkeys(("shard_map", "smap"), "spmd.map(f, in_specs, out_specs, mesh=mesh)"),
         "pjit": "spmd.jit(spmd.map(f, in_specs, out_specs))",
         "device_put": "spmd.put(x, spec)",
         "device_get": "x.numpy()",
@@ -147,24 +143,20 @@ INSTEAD: dict[str, dict[str, str]] = {
         "block_until_ready": "leave it out: results are there when a map returns",
         "remat": "spmd.checkpoint(f)",
         "lax": "collectives are spmd.psum and its kin; loops and branches are Python's",
-        "scan": "a loop of Python; spmd.checkpoint(f) of its body saves memory",
-        "fori_loop": "a loop of Python; spmd.checkpoint(f) of its body saves memory",
+        **dict.fromkeys(("scan", "fori_loop"), "a loop of Python; spmd.checkpoint(f) of its body saves memory"),
         "while_loop": "a loop of Python, on a value that is the same on all workers",
-        "cond": "if of Python on a value that is the same on all workers, or np.where",
-        "switch": "if of Python on a value that is the same on all workers, or np.where",
+        **dict.fromkeys(("cond", "switch"), "if of Python on a value that is the same on all workers, or np.where"),
         "select": "np.where(mask, x, y)",
         "nn": "spmd.functions",
         "eval_shape": "call the function: shapes follow from the blocks",
         "ShapeDtypeStruct": "np.empty(shape, dtype)",
         "make_jaxpr": "spmd.jit(f).text()",
         "PartitionSpec": 'spmd.P("x", None)',
-        "NamedSharding": 'spmd.put(x, spmd.P("x"), mesh)',
-        "PositionalSharding": 'spmd.put(x, spmd.P("x"), mesh)',
+        **dict.fromkeys(("NamedSharding", "PositionalSharding"), 'spmd.put(x, spmd.P("x"), mesh)'),
         "Sharding": "spmd.Layout",
         "with_sharding_constraint": "spmd.repartition(x, src, dst) in a body",
         "reshard": "spmd.repartition(x, src, dst) in a body, spmd.put(x, spec) outside",
-        "set_mesh": "with mesh:",
-        "use_mesh": "with mesh:",
+        **dict.fromkeys(("set_mesh", "use_mesh"), "with mesh:"),
         "AbstractMesh": "spmd.Mesh(x=2)",
         "tree_map": "spmd.tree.map(f, tree)",
         "tree_util": "spmd.tree",
@@ -175,45 +167,33 @@ INSTEAD: dict[str, dict[str, str]] = {
         "process_count": "mesh.size, or spmd.axis_size(axis_name) in a body",
         "device_count": "mesh.size",
         "local_device_count": "len(mesh.local_workers)",
-        "devices": "spmd.info()",
-        "local_devices": "spmd.info()",
+        **dict.fromkeys(("devices", "local_devices"), "spmd.info()"),
         "pbroadcast": "spmd.broadcast(x, axis_name, root), then spmd.replicate for one value",
         "pgather": "spmd.all_gather(x, axis_name)",
-        "psend": "spmd.sendrecv(x, axis_name, source, dest)",
-        "precv": "spmd.sendrecv(x, axis_name, source, dest)",
+        **dict.fromkeys(("psend", "precv"), "spmd.sendrecv(x, axis_name, source, dest)"),
         "pdot": "spmd.psum(a @ b, axis_name)",
         "ensure_compile_time_eval": "leave it out: bodies run as they are",
         "custom_gradient": "spmd.custom_vjp",
         "closure_convert": "leave it out: pass what is differentiated as an argument",
         "named_scope": "leave it out: errors name lines of the source",
-        "pure_callback": "call the function, on spmd.block(x)",
-        "io_callback": "call the function, on spmd.block(x)",
+        **dict.fromkeys(("pure_callback", "io_callback"), "call the function, on spmd.block(x)"),
         "debug_nans": "spmd.debug(nans=True)",
         # MPI
-        "allreduce": "spmd.psum(x, axis_name)",
-        "Allreduce": "spmd.psum(x, axis_name)",
-        "bcast": "spmd.broadcast(x, axis_name, root)",
-        "Bcast": "spmd.broadcast(x, axis_name, root)",
-        "reduce": "spmd.sum_reduce(x, axis_name, root)",
-        "Reduce": "spmd.sum_reduce(x, axis_name, root)",
-        "allgather": "spmd.all_gather(x, axis_name)",
-        "Allgather": "spmd.all_gather(x, axis_name)",
+        **dict.fromkeys(("allreduce", "Allreduce"), "spmd.psum(x, axis_name)"),
+        **dict.fromkeys(("bcast", "Bcast"), "spmd.broadcast(x, axis_name, root)"),
+        **dict.fromkeys(("reduce", "Reduce"), "spmd.sum_reduce(x, axis_name, root)"),
+        **dict.fromkeys(("allgather", "Allgather"), "spmd.all_gather(x, axis_name)"),
         "Allgatherv": "spmd.all_gather(x, axis_name, tiled=True), of uneven blocks too",
-        "alltoall": "spmd.all_to_all(x, axis_name, split_axis, concat_axis)",
-        "Alltoall": "spmd.all_to_all(x, axis_name, split_axis, concat_axis)",
+        **dict.fromkeys(("alltoall", "Alltoall"), "spmd.all_to_all(x, axis_name, split_axis, concat_axis)"),
         "Alltoallv": "spmd.ragged_all_to_all",
         "Scatter": "spmd.scatter(x, axis_name)",
         "Gather": "spmd.gather(x, axis_name)",
-        "send": "spmd.sendrecv(x, axis_name, source, dest): both workers call it",
-        "recv": "spmd.sendrecv(x, axis_name, source, dest): both workers call it",
-        "isend": "spmd.sendrecv(x, axis_name, source, dest): both workers call it",
-        "irecv": "spmd.sendrecv(x, axis_name, source, dest): both workers call it",
-        "barrier": "leave it out: collectives wait for each other",
-        "Barrier": "leave it out: collectives wait for each other",
-        "rank": "spmd.worker_index(axis_name)",
-        "Get_rank": "spmd.worker_index(axis_name)",
-        "size": "spmd.axis_size(axis_name)",
-        "Get_size": "spmd.axis_size(axis_name)",
+        **dict.fromkeys(
+            ("send", "recv", "isend", "irecv"), "spmd.sendrecv(x, axis_name, source, dest): both workers call it"
+        ),
+        **dict.fromkeys(("barrier", "Barrier"), "leave it out: collectives wait for each other"),
+        **dict.fromkeys(("rank", "Get_rank"), "spmd.worker_index(axis_name)"),
+        **dict.fromkeys(("size", "Get_size"), "spmd.axis_size(axis_name)"),
         "COMM_WORLD": "spmd.Mesh(x=4) is a grid of the workers; comm=MPI.COMM_WORLD makes one of an MPI communicator",
         "comm": "spmd.Mesh(comm=comm, x=4)",
         "reduce_scatter": "spmd.psum_scatter(x, axis_name)",
@@ -227,8 +207,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "get_world_size": "spmd.axis_size(axis_name)",
         "init_process_group": "spmd.Mesh(x=4): it finds the processes that a launcher started",
         "new_group": "an axis of the mesh: Mesh(outer=2, inner=2) has groups of 2 along each",
-        "init_device_mesh": "spmd.make_mesh((2, 2), ('data', 'model'))",
-        "DeviceMesh": "spmd.make_mesh((2, 2), ('data', 'model'))",
+        **dict.fromkeys(("init_device_mesh", "DeviceMesh"), "spmd.make_mesh((2, 2), ('data', 'model'))"),
         "DTensor": "spmd.put(x, spec), a PartitionedArray",
         "distribute_tensor": "spmd.put(x, spec)",
         "Shard": 'spmd.P("x") splits dimension 0 over axis x',
@@ -240,64 +219,50 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "spmd.functions": {
         "tanh": "np.tanh(x)",
-        "hardtanh": "np.clip(x, -1, 1)",
-        "hard_tanh": "np.clip(x, -1, 1)",
-        "softsign": "x / (1 + np.abs(x))",
-        "soft_sign": "x / (1 + np.abs(x))",
+        **dict.fromkeys(("hardtanh", "hard_tanh"), "np.clip(x, -1, 1)"),
+        **dict.fromkeys(("softsign", "soft_sign"), "x / (1 + np.abs(x))"),
         "linear": "x @ w + b",
-        "conv1d": "spmd.functions.conv(x, w)",
-        "conv2d": "spmd.functions.conv(x, w)",
-        "conv3d": "spmd.functions.conv(x, w)",
-        "conv_general_dilated": "spmd.functions.conv(x, w)",
-        "conv_transpose1d": "spmd.functions.conv_transpose(x, w)",
-        "conv_transpose2d": "spmd.functions.conv_transpose(x, w)",
-        "conv_transpose3d": "spmd.functions.conv_transpose(x, w)",
-        "max_pool1d": "spmd.functions.max_pool(x, window)",
-        "max_pool2d": "spmd.functions.max_pool(x, window)",
-        "max_pool3d": "spmd.functions.max_pool(x, window)",
-        "avg_pool1d": "spmd.functions.avg_pool(x, window)",
-        "avg_pool2d": "spmd.functions.avg_pool(x, window)",
-        "avg_pool3d": "spmd.functions.avg_pool(x, window)",
+        **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_general_dilated"), "spmd.functions.conv(x, w)"),
+        **dict.fromkeys(
+            ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "spmd.functions.conv_transpose(x, w)"
+        ),
+        **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), "spmd.functions.max_pool(x, window)"),
+        **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), "spmd.functions.avg_pool(x, window)"),
         "adaptive_avg_pool2d": "spmd.functions.avg_pool(x, window), or np.mean(x, axis=(2, 3)) for one value",
-        "interpolate": "spmd.functions.resize(x, shape)",
-        "upsample": "spmd.functions.resize(x, shape)",
-        "grid_sample": "spmd.functions.sample(x, points)",
-        "map_coordinates": "spmd.functions.sample(x, points)",
+        **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, shape)"),
+        **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
         "pad": "np.pad(x, widths)",
-        "cross_entropy": "spmd.functions.softmax_cross_entropy(x, labels)",
-        "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
+        **dict.fromkeys(
+            ("cross_entropy", "softmax_cross_entropy_with_integer_labels"),
+            "spmd.functions.softmax_cross_entropy(x, labels)",
+        ),
         "nll_loss": "spmd.functions.softmax_cross_entropy(x, labels) of what comes before log_softmax",
         "mse_loss": "np.mean((x - y) ** 2), with spmd.mean(..., axis_name) over workers",
         "l1_loss": "np.mean(np.abs(x - y)), with spmd.mean(..., axis_name) over workers",
         "binary_cross_entropy_with_logits": "np.mean(np.logaddexp(0, x) - x * y)",
         "logsoftmax": "spmd.functions.log_softmax(x)",
         "softmin": "spmd.functions.softmax(-x)",
-        "hardswish": "spmd.functions.hard_swish(x)",
-        "hard_silu": "spmd.functions.hard_swish(x)",
+        **dict.fromkeys(("hardswish", "hard_silu"), "spmd.functions.hard_swish(x)"),
         "hardsigmoid": "spmd.functions.hard_sigmoid(x)",
         "logsigmoid": "spmd.functions.log_sigmoid(x)",
         "prelu": "spmd.functions.leaky_relu(x, negative_slope), or np.where(x > 0, x, a * x) to differentiate a",
         "normalize": "x / np.linalg.norm(x, axis=-1, keepdims=True)",
         "standardize": "spmd.functions.layer_norm(x)",
-        "alpha_dropout": "spmd.functions.dropout(x, rate, key)",
-        "dropout2d": "spmd.functions.dropout(x, rate, key)",
-        "scaled_dot_product_attention": "spmd.functions.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v",
-        "dot_product_attention": "spmd.functions.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v",
+        **dict.fromkeys(("alpha_dropout", "dropout2d"), "spmd.functions.dropout(x, rate, key)"),
+        **dict.fromkeys(
+            ("scaled_dot_product_attention", "dot_product_attention"),
+            "spmd.functions.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v",
+        ),
         "onehot": "spmd.functions.one_hot(ids, classes)",
         "lookup": "spmd.functions.embedding(table, ids)",
         "segment_sum": "spmd.functions.add_rows",
     },
     "spmd.random": {
-        "PRNGKey": "spmd.random.key(seed)",
-        "seed": "spmd.random.key(seed)",
-        "manual_seed": "spmd.random.key(seed)",
-        "rand": "spmd.random.uniform(key, shape)",
-        "random": "spmd.random.uniform(key, shape)",
-        "randn": "spmd.random.normal(key, shape)",
-        "standard_normal": "spmd.random.normal(key, shape)",
+        **dict.fromkeys(("PRNGKey", "seed", "manual_seed"), "spmd.random.key(seed)"),
+        **dict.fromkeys(("rand", "random"), "spmd.random.uniform(key, shape)"),
+        **dict.fromkeys(("randn", "standard_normal"), "spmd.random.normal(key, shape)"),
         "random_bits": "spmd.random.bits(key, shape)",
-        "integers": "spmd.random.randint(key, shape, minval, maxval)",
-        "random_integers": "spmd.random.randint(key, shape, minval, maxval)",
+        **dict.fromkeys(("integers", "random_integers"), "spmd.random.randint(key, shape, minval, maxval)"),
         "randperm": "spmd.random.permutation(key, n)",
         "shuffle": "spmd.random.permutation(key, x)",
         "multinomial": "spmd.random.categorical(key, logits)",
@@ -314,10 +279,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "apply_updates": "params, state = optimizer.update(grads, state, params): it gives the new parameters",
         "global_norm": "spmd.norm(grads)",
         "clip_grad_norm_": "spmd.optim.clip_by_global_norm(grads, max_norm)",
-        "cosine_decay_schedule": "spmd.optim.cosine",
-        "CosineAnnealingLR": "spmd.optim.cosine",
-        "linear_schedule": "spmd.optim.linear",
-        "LinearLR": "spmd.optim.linear",
+        **dict.fromkeys(("cosine_decay_schedule", "CosineAnnealingLR"), "spmd.optim.cosine"),
+        **dict.fromkeys(("linear_schedule", "LinearLR"), "spmd.optim.linear"),
         "warmup_cosine_decay_schedule": "spmd.optim.cosine",
         "lr_scheduler": "spmd.optim.cosine, spmd.optim.linear, or a function of the number of updates done",
         "constant_schedule": "the number itself",
@@ -325,9 +288,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "chain": "call one function after the other: spmd.optim.clip_by_global_norm(grads, 1.0), then update",
     },
     "spmd.solvers": {
-        "lsmr": "spmd.solvers.lsqr(A, b)",
-        "cgls": "spmd.solvers.lsqr(A, b)",
-        "lstsq": "spmd.solvers.lsqr(A, b)",
+        **dict.fromkeys(("lsmr", "cgls", "lstsq"), "spmd.solvers.lsqr(A, b)"),
         "pcg": "spmd.solvers.cg(A, b, M=M)",
         "conjugate_gradient": "spmd.solvers.cg(A, b)",
         "aslinearoperator": "spmd.linear.from_scipy",
@@ -337,8 +298,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
     },
     "spmd.bridge.torch": {
-        "DistributedDataParallel": "spt.data_parallel(model, axis_name)",
-        "DDP": "spt.data_parallel(model, axis_name)",
+        **dict.fromkeys(("DistributedDataParallel", "DDP"), "spt.data_parallel(model, axis_name)"),
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
         "no_sync": "no_sync() of what spt.data_parallel gives",
@@ -370,14 +330,12 @@ INSTEAD["spmd.numpy"] = {
 _OF_NUMPY = {"spmd", "spmd.functions"}
 
 
-def closest(value: object, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The value that is meant: by another library's spelling, otherwise by its letters, otherwise `otherwise` or the
-    first.
-    """
-    known = list(known)
+def closest(value: object, candidates: Iterable[str], default: str | None = None) -> str:
+    """The candidate with another library's spelling, or with similar letters; otherwise `default` or the first."""
+    candidates = list(candidates)
     text = str(value).lower()
-    meant = [k for k in known if text in VALUES.get(k, "").split()]
-    return (meant or nearest(text, known, 1) or [otherwise or known[0]])[0]
+    synonyms = [name for name in candidates if text in VALUES.get(name, "").split()]
+    return (synonyms or nearest(text, candidates, 1) or [default or candidates[0]])[0]
 
 
 def keyword(f: Callable, name: str) -> tuple[str, str]:
@@ -394,17 +352,17 @@ def keyword(f: Callable, name: str) -> tuple[str, str]:
 def public_name(f: Callable) -> str:
     """The name of a function as users write it: `spmd.functions.relu`."""
     for module in ("spmd", "spmd.functions", "spmd.linear", "spmd.random", "spmd.bridge.torch"):
-        known = vars(sys.modules.get(module, sys)).get(f.__name__)
-        if known is not None and f in (known, getattr(known, "__wrapped__", None)):
+        public = vars(sys.modules.get(module, sys)).get(f.__name__)
+        if public is not None and f in (public, getattr(public, "__wrapped__", None)):
             return f"{module}.{f.__name__}"
     return f"{f.__module__}.{f.__qualname__}"
 
 
 def instead(module: str, name: str) -> str:
     """What to write for a name that a module lacks; empty if nothing is known."""
-    found = INSTEAD.get(module, {}).get(name)
-    if found is not None:
-        return found
+    mend = INSTEAD.get(module, {}).get(name)
+    if mend is not None:
+        return mend
     if module == "spmd.random" and hasattr(np.random.Generator, name):
         return f"spmd.random.default_rng(seed, axis_name).{name}(...)"
     if module == "spmd.bridge.torch":

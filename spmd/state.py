@@ -48,5 +48,5 @@ _interned: dict[frozenset[str], State] = {}
 def state_of(varying: Iterable[str]) -> State:
     """The one State that varies along these axes."""
     key = frozenset(varying)
-    found = _interned.get(key)
-    return _interned.setdefault(key, State(key)) if found is None else found
+    state = _interned.get(key)
+    return _interned.setdefault(key, State(key)) if state is None else state

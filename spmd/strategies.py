@@ -62,11 +62,11 @@ def meshes(
     sizes.sort(key=lambda dims: (math.prod(dims), len(dims), dims))
     kinds = st.sampled_from(list(schedulers))
 
-    def of(dims: Shape) -> SearchStrategy[Mesh]:  # Reports show a call that makes the mesh.
-        given = st.just(dims), st.just(tuple(names[: len(dims)]))
-        return st.builds(make_mesh, *given, transport=st.just("local"), scheduler=kinds)
+    def built(dims: Shape) -> SearchStrategy[Mesh]:  # Reports show a call that makes the mesh.
+        shape, axis_names = st.just(dims), st.just(tuple(names[: len(dims)]))
+        return st.builds(make_mesh, shape, axis_names, transport=st.just("local"), scheduler=kinds)
 
-    return st.sampled_from(sizes).flatmap(of)
+    return st.sampled_from(sizes).flatmap(built)
 
 
 def specs(mesh: Mesh | Mapping[str, int], ndim: int) -> SearchStrategy[P]:
@@ -93,8 +93,8 @@ def shapes(*, min_dims: int = 0, max_dims: int = 3, min_side: int = 0, max_side:
 
 def _cuts(n: int, parts: int) -> SearchStrategy[Shape]:
     """Sizes of `parts` blocks of n items in all; some may be 0."""
-    places = st.lists(st.integers(0, n), min_size=parts - 1, max_size=parts - 1).map(sorted)
-    return places.map(lambda at: tuple(b - a for a, b in itertools.pairwise([0, *at, n])))
+    cuts = st.lists(st.integers(0, n), min_size=parts - 1, max_size=parts - 1).map(sorted)
+    return cuts.map(lambda at: tuple(b - a for a, b in itertools.pairwise([0, *at, n])))
 
 
 def layouts(
@@ -110,7 +110,7 @@ def layouts(
     no axis distinguishes them.
     """
     axes = dict(mesh.axes if isinstance(mesh, Mesh) else mesh)
-    total = math.prod(axes.values())
+    worker_count = math.prod(axes.values())
 
     @st.composite
     def drawn(draw) -> Layout:
@@ -127,13 +127,13 @@ def layouts(
             spec = draw(specs(axes, len(sides)))
             counts = [math.prod(axes[a] for a in names) for names in (*spec.dims, *[()] * (len(sides) - len(spec)))]
             return Layout(sides, spec, axes, cut(counts), copies=draw(st.sampled_from(list(copies))))
-        counts, room = [], total
+        counts, workers_left = [], worker_count
         for _ in sides:
-            counts.append(draw(st.integers(1, room)))
-            room //= counts[-1]
-        each = draw(st.integers(1, room)) if "varying" in copies else 1
-        workers = draw(st.permutations(range(total)))[: math.prod(counts) * each]
-        return Layout.grid(sides, (*counts, each), axes, workers, cut(counts))
+            counts.append(draw(st.integers(1, workers_left)))
+            workers_left //= counts[-1]
+        copies_of_each = draw(st.integers(1, workers_left)) if "varying" in copies else 1
+        workers = draw(st.permutations(range(worker_count)))[: math.prod(counts) * copies_of_each]
+        return Layout.grid(sides, (*counts, copies_of_each), axes, workers, cut(counts))
 
     return drawn()
 
@@ -161,8 +161,8 @@ def arrays(
 ) -> SearchStrategy[np.ndarray]:
     """Arrays of a given shape, or of a drawn one.
 
-    kind: "integers" from -9 to 9 without 0, whose sums are exact and show every missed entry; "normal"; or "distinct",
-    1, 2, 3, ... in any order, simplest in this one, which shows where every entry went.
+    kind: "integers" from -9 to 9 without 0, whose sums are exact and show every missed entry; "normal"; or "distinct":
+    1, 2, 3, ... in any order, which shows where every entry went. The simplest order is the increasing one.
     """
     if kind not in KINDS:
         raise ValueError(
@@ -174,12 +174,12 @@ def arrays(
                 mend=f'kind="{closest(kind, KINDS)}"',
             )
         )
-    kept = np.dtype(dtype)
+    array_dtype = np.dtype(dtype)
     sides = st.just(tuple(shape)) if not isinstance(shape, SearchStrategy) else shape
 
     @st.composite  # Reports show the numbers.
     def drawn(draw) -> np.ndarray:
-        return _array(draw(sides), kept, kind, draw(st.integers(0, 2**32 - 1)))
+        return _array(draw(sides), array_dtype, kind, draw(st.integers(0, 2**32 - 1)))
 
     return drawn()
 

@@ -62,7 +62,7 @@ def shorten(error: BaseException, f: Callable[..., Any] | None = None) -> None:
         return
     _hide(sys._getframe(1))
     for one in _chain(error):
-        one.__traceback__ = _users(one.__traceback__)
+        one.__traceback__ = _without_library_frames(one.__traceback__)
     for one in _chain(error):
         context = one.__context__
         if context is not None and one.__cause__ is None and context.__traceback__ is None:
@@ -74,19 +74,19 @@ _NO_SUCH_KEYWORD = re.compile(r"(?:\w+\.)*(\w+)\(\) got an unexpected keyword ar
 
 def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
     """Add to the error for an unknown keyword of a public function what to write instead."""
-    found = _NO_SUCH_KEYWORD.match(str(error))
+    match = _NO_SUCH_KEYWORD.match(str(error))
     last = error.__traceback__
-    if found is None or last is None:
+    if match is None or last is None:
         return
-    if f is None or last.tb_next is not None or found[1] != f.__name__:  # the error of another call
+    if f is None or last.tb_next is not None or match[1] != f.__name__:  # the error of another call
         while last.tb_next is not None:
             last = last.tb_next
-        f = _named(found[1], last.tb_frame)
+        f = _named(match[1], last.tb_frame)
     if f is not None:
         spellings = import_module("spmd.spellings")
-        own, mend = spellings.keyword(f, found[2])
+        own, mend = spellings.keyword(f, match[2])
         got = "a keyword that this function does not have"
-        error.args = (message(spellings.public_name(f), argument=found[2], got=got, need=own, mend=mend),)
+        error.args = (message(spellings.public_name(f), argument=match[2], got=got, need=own, mend=mend),)
 
 
 def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:
@@ -120,19 +120,18 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             left += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
 
 
-def _users(traceback: TracebackType | None) -> TracebackType | None:
-    """A traceback without the library's frames."""
-    kept, internal = [], False
+def _without_library_frames(traceback: TracebackType | None) -> TracebackType | None:
+    entries, internal = [], False
     while traceback is not None:
         if _is_internal(traceback.tb_frame.f_globals.get("__name__", "")):
             internal = True
         else:
-            kept.append(traceback)
+            entries.append(traceback)
         traceback = traceback.tb_next
     if not internal:
-        return kept[0] if kept else None
+        return entries[0] if entries else None
     rest = None
-    for entry in reversed(kept):
+    for entry in reversed(entries):
         rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return rest
 

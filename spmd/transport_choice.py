@@ -16,7 +16,7 @@ __all__ = ["TransportRequest"]
 
 
 class TransportRequest(NamedTuple):
-    """What a mesh asks of its transport.
+    """The requirements of a mesh on its transport.
 
     mesh: the mesh as messages show it. size: its number of workers. name: "local", "mpi", "torch" or "nccl"; None: that
     of the job which this process belongs to, else "local". comm: an mpi4py communicator; implies "mpi". places: where
@@ -38,7 +38,6 @@ class TransportRequest(NamedTuple):
         return self.size == expected_size()
 
     def choose(self) -> Transport:
-        """The transport."""
         if self.name != "nccl":
             return self.choose_engine()
         from spmd.transport.nccl import NcclTransport

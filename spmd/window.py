@@ -73,8 +73,7 @@ class Window:
 
     inputs, outputs: the sizes of the blocks, in order; some may be 0.
     needs: the interval of the input, padding included, from which the outputs are computed. A block without outputs
-    needs
-    nothing: its interval is empty and lies at the start of its own block, so its halo (0, −size) trims all of it.
+    needs nothing: its interval is empty, at the start of its own block, so its halo (0, −size) trims all of it.
     taps: the window; None for other maps.
 
     A block extended by `widths[k]` is `needs[k]`. The same window without padding has `outputs[k]` results there: those
@@ -204,12 +203,10 @@ def plan_transposed(
 
     Input and output are exchanged: `Window.inputs` are the blocks of the result (here `outputs`), `Window.outputs`
     those of the n entries (here `inputs`). Block k of the entries contributes, without padding, to `needs[k]` of the
-    result. Entries
-    of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
+    result. Entries of the result in its halo belong to other blocks: a halo accumulation with `widths` adds them there.
 
     The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
-    padding
-    "same" n·stride. stride, padding, dilation: of the convolution.
+    padding "same" n·stride. stride, padding, dilation: of the convolution.
     """
     where = "spmd.plan_transposed"
     n = checked_integer(where, "n", n, 0)
@@ -312,18 +309,18 @@ _MENDS = {
 }
 
 
-def checked_integer(where: str, argument: str, value: Any, least: int | None) -> int:
+def checked_integer(where: str, argument: str, value: Any, minimum: int | None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool) or (least is not None and number < least):
+    if number is None or isinstance(value, bool) or (minimum is not None and number < minimum):
         raise LayoutError.at(
             where,
             argument=argument,
             got=repr(value),
-            need="an integer" + ("" if least is None else f" of at least {least}"),
-            mend=_MENDS.get(argument, f"{least} is the least"),
+            need="an integer" + ("" if minimum is None else f" of at least {minimum}"),
+            mend=_MENDS.get(argument, f"{minimum} is the least"),
         )
     return number
 
@@ -354,11 +351,11 @@ def checked_taps(where: str, n: int, kernel: int, stride: int, padding: Any, dil
     return taps._replace(low=low, high=high)
 
 
-def _blocks(where: str, argument: str, n: int, given: int | Sequence[int]) -> tuple[int, ...]:
+def _blocks(where: str, argument: str, n: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
     """The sizes of the blocks of n entries: balanced for a number of blocks, otherwise the given ones."""
-    if not isinstance(given, Iterable):
-        return block_sizes(n, checked_integer(where, argument, given, 1))
-    sizes = tuple(checked_integer(where, argument, size, 0) for size in given)
+    if not isinstance(blocks, Iterable):
+        return block_sizes(n, checked_integer(where, argument, blocks, 1))
+    sizes = tuple(checked_integer(where, argument, size, 0) for size in blocks)
     if not sizes or sum(sizes) != n:
         raise LayoutError.at(
             where,

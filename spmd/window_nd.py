@@ -89,15 +89,15 @@ def _plain(x: Any) -> Any:
 @lru_cache(maxsize=256, typed=True)
 def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool, target) -> Windows:
     where = "spmd.plan_windows"
-    given = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    each = {name: per_dimension(where, name, value, len(source.shape)) for name, value in given.items()}
+    options = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    each = {name: per_dimension(where, name, value, len(source.shape)) for name, value in options.items()}
     whole = [k is None for k in each["kernel"]]
     taps = []
     for d, n in enumerate(source.shape):
         if whole[d]:
             taps.append((Taps(1), n))
             continue
-        k, s, p, r = (each[name][d] for name in given)
+        k, s, p, r = (each[name][d] for name in options)
         t = checked_taps(
             f"{where}, dimension {d}", n, k, 1 if s is None else s, 0 if p is None else p, 1 if r is None else r
         )
@@ -108,8 +108,8 @@ def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool,
         layout_out = target
     else:
         cuts: Sequence = per_dimension(where, "target", target, len(shape))
-        kept = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
-        layout_out = _same_grid(source, shape, kept)
+        layout_cuts = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
+        layout_out = _same_grid(source, shape, layout_cuts)
     dims = [
         plan_blocks(f"{where}, dimension {d}", source.cuts[d], layout_out.cuts[d], t) for d, (t, _) in enumerate(taps)
     ]
@@ -149,7 +149,6 @@ def _check_target(where: str, source: Layout, target: Layout, shape: tuple[int, 
 
 
 def per_dimension(where: str, argument: str, value: Any, ndim: int) -> tuple:
-    """One value for each dimension."""
     if not isinstance(value, tuple):
         return (value,) * ndim
     if len(value) != ndim:

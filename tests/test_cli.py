@@ -33,7 +33,7 @@ class Planted(Sum):
 
 
 if "--without-row" not in sys.argv:
-    testing._ROWS[Planted] = lambda axes, n: [testing.Case(Planted(axes), (3, 2)), testing.Case(Planted(axes), ())]
+    testing._CASES[Planted] = lambda axes, n: [testing.Case(Planted(axes), (3, 2)), testing.Case(Planted(axes), ())]
 sys.exit(main([a for a in sys.argv[1:] if a != "--without-row"]))
 '''
 

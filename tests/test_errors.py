@@ -178,8 +178,8 @@ def test_errors_of_other_processes_have_their_class_where_it_is_known():
             super().__init__()
 
     for error in (ValueError("no"), LayoutError("no"), np.linalg.LinAlgError("no")):
-        found = errors.again(errors.class_name(error), "no")
+        found = errors.rebuilt_error(errors.class_name(error), "no")
         assert (type(found), str(found)) == (type(error), "no")
     for name in ("nowhere.Lost", "builtins.print", "numpy.ndarray", errors.class_name(TakesNothing())):
-        found = errors.again(name, "no")
+        found = errors.rebuilt_error(name, "no")
         assert (type(found), str(found)) == (RuntimeError, f"{name}: no")

@@ -16,7 +16,7 @@ import spmd
 from spmd import P, mapped_body, scheduler_choice
 from spmd.kernels import cpu
 from spmd.kernels.parallel import split_work
-from spmd.scheduler_choice import Trial
+from spmd.scheduler_choice import SchedulerTrial
 from spmd.transport.call import ONE_BY_ONE
 from spmd.transport.handles import Outcome
 
@@ -31,8 +31,8 @@ def close(found, want):
 def four_cores(monkeypatch, long: float, sure: float) -> None:
     """There are four; threads may be sooner from `long` seconds between waits on, and are sure to be from `sure`."""
     monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
-    monkeypatch.setattr(scheduler_choice, "_LONG", long)
-    monkeypatch.setattr(scheduler_choice, "_SURE", sure)
+    monkeypatch.setattr(scheduler_choice, "_SEGMENT_MIN", long)
+    monkeypatch.setattr(scheduler_choice, "_SEGMENT_CERTAIN", sure)
 
 
 def test_auto_settles_on_lockstep_for_short_work_and_threads_for_long(monkeypatch):
@@ -173,7 +173,7 @@ def test_split_work_counts_once():
 def calls(seconds: dict[str, list[float]], monkeypatch, cores: int = 4, size: int = 2) -> list[str]:
     """The schedulers of the calls until one is chosen, which is the last; a call takes the next of these seconds."""
     monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: cores)
-    mesh, trial, ran = spmd.Mesh(x=size), Trial(), []
+    mesh, trial, ran = spmd.Mesh(x=size), SchedulerTrial(), []
     left = {name: iter(times) for name, times in seconds.items()}
     while trial.chosen is None:
         ran.append(trial.next)
@@ -230,13 +230,13 @@ def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
             close(found, X.sum())
     assert len(mesh.chosen) == 1
     (trial,) = mapped.trials.values()
-    assert min(map(len, trial.taken.values())) >= 3
+    assert min(map(len, trial.seconds.values())) >= 3
 
 
 def test_calls_that_come_at_once_do_not_stand_for_the_other_scheduler(monkeypatch):
     """Eight that asked before any had ended were all in lockstep."""
     monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
-    trial, mesh = Trial(), spmd.Mesh(x=2)
+    trial, mesh = SchedulerTrial(), spmd.Mesh(x=2)
     for name in [trial.next for _ in range(8)]:
         assert name == L
         trial.learn(name, Outcome({}, 1e-3 * 2, 0), mesh)
@@ -263,6 +263,6 @@ def test_a_map_that_has_chosen_can_be_copied_and_pickled():
 
 
 def test_where_the_scheduler_is_given_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(mapped_body, "Trial", None)
+    monkeypatch.setattr(mapped_body, "SchedulerTrial", None)
     mesh = spmd.Mesh(x=2, scheduler="threads")
     close(mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())(X), X.sum())

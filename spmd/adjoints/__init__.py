@@ -1,4 +1,4 @@
-"""The dot test: whether two maps are adjoint to each other, and where they are not.
+"""The dot test: whether two linear maps are adjoint to each other, and in which entries they are not.
 
 The adjoint F* of a linear map F is the one with <F x, y> = <x, F* y> for all x and y, in the inner product that counts
 an Invariant value once, sums a Varying one over the workers, and counts a Rooted one at its root.
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.adjoints.dot import DotTest, usual_specs
-from spmd.adjoints.matrices import SHOWN, Matrices, enter, enter_some
+from spmd.adjoints.dot_test import DotTest, default_specs
+from spmd.adjoints.matrices import ENTRIES_SHOWN, Matrices, enter
 from spmd.adjoints.report import AdjointError, AdjointReport, Entry, Fault, Place, table
-from spmd.adjoints.trial import Trial, raised
+from spmd.adjoints.trial import Trial, raise_fault
 from spmd.autodiff import tree
 from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError
@@ -63,19 +63,19 @@ def check_adjoint(
     The first test is linearity. Then F* returns shape, dtype and state of the arguments, copies of a value are equal,
     F** = F, and no input is written to. Collective under MPI; all workers reach one verdict. An operator on global
     arrays (`spmd.linear_operator`) brings its shapes, specs, dtypes and mesh: `check_adjoint(A)` tests A.H.
-    Returns a report, which also says where F* differs from F^H. Raises AdjointError, which holds a report, unless
-    raises=False; an error in f is raised as it is.
+    Returns a report, with the entries in which F* differs from F^H. Raises AdjointError, which holds the report, unless
+    raises=False. An error in f is not caught.
     """
     _check_draws(trials, seed)
     if isinstance(f, Linear) and hasattr(f, "domain"):
-        from spmd.adjoints.across import check_across
+        from spmd.adjoints.global_operators import check_across
 
-        _check_own(f, shapes, mesh, in_specs, out_specs, adjoint, real, dtype)
+        _check_no_arguments(f, shapes, mesh, in_specs, out_specs, adjoint, real, dtype)
         report = check_across(f, bool(exact), trials, seed)  # type: ignore[arg-type]
     else:
         exact = isinstance(f, Operator) if exact is None else exact
         rest = out_specs, adjoint, exact, real, np.dtype(dtype), trials, seed
-        report = _explained(_dot_test(f, shapes, mesh_for(mesh, _WHERE), in_specs, *rest), shrink)
+        report = _explained_report(_dot_test(f, shapes, mesh_for(mesh, _WHERE), in_specs, *rest), shrink)
     if raises and not report.passed:
         raise AdjointError(report)
     return report
@@ -112,45 +112,45 @@ def _dot_test(f: Callable, shapes: Sequence[Any], mesh: Mesh, in_specs: Any, out
     return test
 
 
-def _explained(test: DotTest, shrink: bool) -> AdjointReport:
-    """The report of a test; of a failure also where F* is wrong, and the smallest case that fails."""
+def _explained_report(test: DotTest, shrink: bool) -> AdjointReport:
+    """The report of a test. A failure's report has the wrong entries of F*, and the smallest case that fails."""
     report = run(test)
     if report.passed:
         return report
     locate(test, report)
     report.smallest = report
     if shrink:
-        from spmd.adjoints.smaller import smallest_like  # not needed by tests that pass
+        from spmd.adjoints.shrinking import smallest_failure  # not needed by tests that pass
 
-        smallest = smallest_like(test, lambda smaller: run(smaller).kind == report.kind)
+        smallest = smallest_failure(test, lambda smaller: run(smaller).kind == report.kind)
         if smallest is not test:
             report.smallest = run(smallest)
             locate(smallest, report.smallest)
-            report.hint = report.hint or report.smallest.hint  # the larger case says more
+            report.hint = report.hint or report.smallest.hint  # from the larger case if it has one
     return report
 
 
 def _check_draws(trials: int, seed: int) -> None:
-    """Raise if there are no trials, which would always pass, or if the seed is none."""
-    for argument, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if not isinstance(value, int | np.integer) or value < least:
+    """Raise for no trials, which would always pass, and for a seed that NumPy does not take."""
+    for argument, value, minimum in (("trials", trials, 1), ("seed", seed, 0)):
+        if not isinstance(value, int | np.integer) or value < minimum:
             raise SpecError.at(
                 _WHERE,
                 argument=argument,
                 got=repr(value),
-                need=f"an int of at least {least}",
-                mend=f"{argument}={least}, or leave it out",
+                need=f"an int of at least {minimum}",
+                mend=f"{argument}={minimum}, or leave it out",
             )
 
 
-def _check_own(
+def _check_no_arguments(
     op: Linear, shapes: Any, mesh: Mesh | None, in_specs: Any, out_specs: Any, adjoint: Any, real: bool, dtype: Any
 ) -> None:
-    """Raise if an argument repeats what an operator on global arrays has."""
-    given = {"shapes": shapes or None, "mesh": None if mesh == op.mesh else mesh, "in_specs": in_specs}  # type: ignore[attr-defined]
-    given |= {"out_specs": out_specs, "adjoint": adjoint, "real": real or None}
-    given |= {"dtype": None if np.dtype(dtype) == np.float64 else dtype}
-    for argument, value in given.items():
+    """Raise if an argument is given that an operator on global arrays determines."""
+    redundant = {"shapes": shapes or None, "mesh": None if mesh == op.mesh else mesh, "in_specs": in_specs}  # type: ignore[attr-defined]
+    redundant |= {"out_specs": out_specs, "adjoint": adjoint, "real": real or None}
+    redundant |= {"dtype": None if np.dtype(dtype) == np.float64 else dtype}
+    for argument, value in redundant.items():
         if value is not None:
             raise SpecError.at(
                 _WHERE,
@@ -199,7 +199,7 @@ def _specs(operator: Operator | None, count: int, in_specs: Any) -> tuple[P | La
                 need="a spec for each argument",
                 mend='in_specs=P("x") splits the argument over axis x; P() replicates it',
             )
-        return usual_specs(operator, count)
+        return default_specs(operator, count)
     specs = (in_specs,) * count if isinstance(in_specs, P | Layout) else tuple(in_specs)
     if len(specs) != count:
         raise SpecError.at(
@@ -219,53 +219,54 @@ def run(test: DotTest) -> AdjointReport:
     report = AdjointReport(name, test.shapes, repr(test.mesh), mode, test.trials, reproduce=test.reproduction())
     for t in range(test.trials):
         try:
-            result = _on_workers(test, lambda worker, t=t: Trial(test, worker, t).found())
+            trial_result = _run_on_workers(test, lambda worker, t=t: Trial(test, worker, t).result())
         except Exception as error:
-            # All workers must learn that an adjoint fails on some of them. They do if all are in this process.
+            # If all workers are in this process, all learn that an adjoint raises on some of them.
             if not getattr(error, "spmd_in_adjoint", False) or len(test.mesh.local_workers) < test.mesh.size:
                 raise
-            report.faults.append(raised(error))
+            report.faults.append(raise_fault(error))
             break
-        result.enter(report)
+        trial_result.enter(report)
         if report.faults:
             break
     return report
 
 
-def _on_workers(test: DotTest, body: Callable[[Worker], Any]):
+def _run_on_workers(test: DotTest, body: Callable[[Worker], Any]):
     """The result of the first worker of this process; all workers have the same."""
     with suspended():
         return next(iter(test.mesh.run(body).results.values()))
 
 
 def locate(test: DotTest, report: AdjointReport) -> None:
-    """Add to the report of a failure where F* differs from F^H: for large matrices some entries, by bisection."""
+    """Add the entries in which F* differs from F^H to the report of a failure; of large matrices some, by bisection."""
     if report.kind not in ("value", "twice"):
         return
     try:
-        comparison = _compare(test, report, test.real)
-        if comparison is not None and not _differ(comparison) and test.dtype.kind == "c":
-            comparison = _compare(test, report, True)  # real unit vectors do not show a wrong conjugate
+        comparison = _compared_matrices(test, report, test.real)
+        if comparison is not None and not _matrices_differ(comparison) and test.dtype.kind == "c":
+            comparison = _compared_matrices(test, report, True)  # real unit vectors do not show a wrong conjugate
         if comparison is not None:
             enter(report, *comparison)
         else:
-            _bisect(test, report)
+            _enter_bisected(test, report)
     except Exception:  # the verdict stands without the explanation
         return
 
 
-def _bisect(test: DotTest, report: AdjointReport) -> None:
+def _enter_bisected(test: DotTest, report: AdjointReport) -> None:
     bound = _relative_bound(test, report)
     for reals in (test.real, True) if test.dtype.kind == "c" else (test.real,):
-        entries, count = _on_workers(test, lambda worker, reals=reals: Matrices(test, worker, reals).some(bound, SHOWN))
-        enter_some(report, entries, count)
-        if entries:
+        body = lambda worker, reals=reals: Matrices(test, worker, reals).some_entries(bound, ENTRIES_SHOWN)
+        report.entries, report.entries_of = _run_on_workers(test, body)
+        report.bisected = True
+        if report.entries:
             return
 
 
-def _compare(test: DotTest, report: AdjointReport, reals: bool):
-    """F^H and F* as matrices, the meaning of their rows and columns, and the tolerance; None if they are too large."""
-    matrices = _on_workers(test, lambda worker: Matrices(test, worker, reals).found())
+def _compared_matrices(test: DotTest, report: AdjointReport, reals: bool):
+    """F^H and F* as matrices, the places of their rows and columns, and the tolerance; None if they are too large."""
+    matrices = _run_on_workers(test, lambda worker: Matrices(test, worker, reals).compute())
     if matrices is None:
         return None
     expected, actual, xs, ys = matrices
@@ -277,6 +278,6 @@ def _relative_bound(test: DotTest, report: AdjointReport) -> float:
     return 0.0 if test.exact else max(4 * report.bound, 64 * float(np.finfo(test.dtype).eps))
 
 
-def _differ(comparison) -> bool:
+def _matrices_differ(comparison) -> bool:
     expected, actual, *_, tolerance = comparison
     return bool((np.abs(expected - actual) > tolerance).any())

@@ -1,4 +1,4 @@
-"""What a dot test says: the report, its figures, and where F* is not F^H."""
+"""The report of a dot test: its figures, and the entries in which F* is not F^H."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "number", "plain", "table"]
+__all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "as_number", "number_text", "table"]
 
 Shape = tuple[int, ...]
 
 
 class Fault(NamedTuple):
-    """Something that is wrong. kind: one word for what; shrinking looks for the same one."""
+    """A fault. kind: a word for it, which shrinking preserves."""
 
     kind: str
     text: str
@@ -26,8 +26,9 @@ class Fault(NamedTuple):
 class Place(NamedTuple):
     """One number of an argument or of a result.
 
-    part: of which argument or result. worker: its number; of copies the first. local: the index in this worker's block.
-    whole: in the global array, where its layout is known. unit: "re" or "im" where the map is linear over the reals.
+    part: the position of the argument or result. worker: the first one that holds the number. local: the index in its
+    block. whole: the index in the global array, if its layout is known. unit: "re" or "im" if the map is linear over
+    the reals only.
     """
 
     name: str
@@ -38,16 +39,16 @@ class Place(NamedTuple):
     unit: str = ""
 
     def __str__(self) -> str:
-        def of(index: Shape) -> str:
+        def subscript(index: Shape) -> str:
             return f"[{', '.join(map(str, index))}]" if index else ""
 
-        name = f"{self.name}{self.part or ''}{of(self.local if self.whole is None else self.whole)}"
-        local = f", {of(self.local)} of its block" if self.whole is not None and self.whole != self.local else ""
+        name = f"{self.name}{self.part or ''}{subscript(self.local if self.whole is None else self.whole)}"
+        local = f", {subscript(self.local)} of its block" if self.whole is not None and self.whole != self.local else ""
         return f"{self.unit} {name} ({self.worker}{local})".lstrip()
 
 
 class Entry(NamedTuple):
-    """An entry of the matrix of F* that is not that of F^H: from `y`, part of a result, to `x`, of an argument."""
+    """An entry in which the matrix of F* is not F^H. y: its column, of a result. x: its row, of an argument."""
 
     x: Place
     y: Place
@@ -55,11 +56,11 @@ class Entry(NamedTuple):
     given: complex
 
     def __str__(self) -> str:
-        return f"from {self.y} to {self.x}: {plain(self.given)}, needed {plain(self.needed)}"
+        return f"from {self.y} to {self.x}: {number_text(self.given)}, needed {number_text(self.needed)}"
 
 
 class AdjointError(AssertionError):
-    """A pair of maps that are not adjoint to each other. `report` holds the figures."""
+    """Two maps are not adjoint to each other. report: the `AdjointReport`."""
 
     def __init__(self, report: AdjointReport):
         super().__init__(str(report))
@@ -68,18 +69,17 @@ class AdjointError(AssertionError):
 
 @dataclass(eq=False)
 class AdjointReport:
-    """What a dot test found.
+    """The result of a dot test.
 
-    passed: the verdict, the same on all workers. name, shapes, mesh: of what. mode: "exact" (integers, equality) or
-    "float". forward: <F x, y>, backward: <x, F* y>, of the trial with the largest error. error: |forward - backward|
-    relative to |F x| |y| + |x| |F* y|; bound: the largest error that rounding explains. faults: what is wrong.
-    messages, bytes: what all workers send for one F; declared: what the operator says that they do, if it is one.
+    passed: the verdict, the same on all workers. name, shapes, mesh: of the tested map. mode: "exact" (integers,
+    equality) or "float". forward: <F x, y>, backward: <x, F* y>, of the trial with the largest error. error: |forward -
+    backward| relative to |F x| |y| + |x| |F* y|; bound: the largest error that rounding explains. faults: what is
+    wrong. messages, bytes: what all workers send for one F; declared: the cost that an operator declares.
 
-    Where the test fails: smallest: the report of the smallest case found that fails in the same way; this one, if there
-    is no smaller. differing: how many entries of the matrix of F* are not those of F^H, of `entries_of` in all;
-    entries: the first of them. bisected: the matrix is too large to be looked at whole: entries are some that bisection
-    has found, and differing is not known, 0. hint: what kind of fault that looks like.
-    reproduce: a line of Python that fails like this.
+    After a failure: smallest: the report of the smallest case found that fails in the same way; this report if there is
+    none. differing: in how many of `entries_of` entries the matrix of F* is not F^H; entries: the first of them.
+    bisected: the matrix is too large: entries are some that bisection has found, and differing is unknown, 0. hint: the
+    kind of fault that they suggest. reproduce: a line of Python that fails in this way.
     """
 
     name: str
@@ -112,39 +112,38 @@ class AdjointReport:
 
     @property
     def kind(self) -> str:
-        """The fault that matters most, as one word; empty where there is none."""
+        """The most important fault, as one word; empty if there is none."""
         return min((f.kind for f in self.faults), key=lambda k: _KINDS.index(k.split()[0]), default="")
 
     @property
     def of(self) -> str:
-        """What was tested, on what."""
         return f"{self.name} of {' and '.join(map(str, self.shapes))} on {self.mesh}"
 
     def __str__(self) -> str:
         verdict = "adjoint" if self.passed else "NOT adjoint"
         lines = [f"{self.of}: {verdict} ({self.mode}, {self.trials} trial{'s' * (self.trials != 1)})"]
         if not np.isnan(self.backward):
-            lines += [f"  <F x, y>  = {plain(self.forward)}", f"  <x, F* y> = {plain(self.backward)}"]
+            lines += [f"  <F x, y>  = {number_text(self.forward)}", f"  <x, F* y> = {number_text(self.backward)}"]
             lines += [f"  error {self.error:.2e}, bound {self.bound:.2e}"] * (self.mode == "float")
         lines += [f"  {fault}" for fault in self.faults]
         if not self.passed:
-            small = self if self.smallest is None else self.smallest  # a report of failure is false
-            if small is not self:
-                lines.append(f"  smallest case that fails: {small.of}")
-            lines += small._located()
+            smallest = self if self.smallest is None else self.smallest  # a report of failure is false
+            if smallest is not self:
+                lines.append(f"  smallest case that fails: {smallest.of}")
+            lines += smallest._entry_lines()
             if self.hint:
                 lines.append(f"  looks like: {self.hint}")
-            lines.append(f"  reproduce: {small.reproduce}")
+            lines.append(f"  reproduce: {smallest.reproduce}")
         return "\n".join(lines)
 
-    def _located(self) -> list[str]:
+    def _entry_lines(self) -> list[str]:
         """Where F* is not F^H, line by line."""
         if not self.bisected and not self.entries:
             return []
         entries = [f"    {entry}" for entry in self.entries]
         if not self.bisected:
-            more = ["    ..."] * (self.differing > len(self.entries))
-            return [f"  F* is not F^H in {self.differing} of {self.entries_of} entries:", *entries, *more]
+            ellipsis = ["    ..."] * (self.differing > len(self.entries))
+            return [f"  F* is not F^H in {self.differing} of {self.entries_of} entries:", *entries, *ellipsis]
         if not entries:
             return [f"  where F* is not F^H was not found: bisection of {self.entries_of} entries ended without one"]
         return [
@@ -155,7 +154,7 @@ class AdjointReport:
     def to_dict(self) -> dict[str, Any]:
         """The figures, as JSON takes them: complex numbers are pairs, and NaN is None."""
 
-        def simple(value):
+        def jsonable(value):
             if isinstance(value, complex) and value.imag:
                 return [value.real, value.imag]
             if isinstance(value, float | complex):
@@ -164,21 +163,21 @@ class AdjointReport:
                 return value.to_dict() if value is not self else None
             if isinstance(value, tuple | list):
                 if hasattr(value, "_asdict"):
-                    return {k: simple(v) for k, v in value._asdict().items()}  # type: ignore[union-attr]
-                return [simple(v) for v in value]
+                    return {k: jsonable(v) for k, v in value._asdict().items()}  # type: ignore[union-attr]
+                return [jsonable(v) for v in value]
             return value
 
-        figures = {f.name: simple(getattr(self, f.name)) for f in fields(self)}
+        figures = {f.name: jsonable(getattr(self, f.name)) for f in fields(self)}
         return {"passed": self.passed, "kind": self.kind, **figures}
 
 
 _KINDS: list[str] = [
     *("modified", "linear", "raises", "count", "shape", "dtype", "state", "promise", "copies", "value", "twice")
 ]
-"""The kinds of faults, each hiding those after it: what is not linear has no adjoint to be compared."""
+"""The kinds of faults. Each hides those after it: a map that is not linear has no adjoint to compare."""
 
 
-def plain(z: complex) -> str:
+def number_text(z: complex) -> str:
     if isinstance(z, float | int) or z.imag == 0:
         return f"{z.real:.17g}"
     return f"{z.real:.17g}{z.imag:+.17g}j"
@@ -205,5 +204,5 @@ def table(reports: Iterable[AdjointReport]) -> str:
     return "\n".join(lines)
 
 
-def number(z) -> complex:
+def as_number(z) -> complex:
     return complex(z) if z.imag else float(z.real)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.adjoints.dot import DotTest
-from spmd.adjoints.report import AdjointReport, Fault, number, plain
+from spmd.adjoints.dot_test import DotTest
+from spmd.adjoints.report import AdjointReport, Fault, as_number, number_text
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import pullback_of
@@ -24,13 +24,24 @@ from spmd.spec_trees import spread
 from spmd.state import ROOTED, VARYING, state_of
 from spmd.transport.call import Call
 
-__all__ = ["Found", "InBody", "Trial", "raised", "read_only", "state_in"]
+__all__ = [
+    "PERTURBATIONS",
+    "ROUNDING_FACTOR",
+    "InBody",
+    "Trial",
+    "TrialResult",
+    "device_block",
+    "host_array",
+    "raise_fault",
+    "random_numbers",
+    "state_in",
+]
 
 Shape = tuple[int, ...]
 
 
-class Found(NamedTuple):
-    """What one trial found; the same on all workers."""
+class TrialResult(NamedTuple):
+    """The result of one trial; the same on all workers."""
 
     faults: list[Fault]
     products: tuple[complex, complex] | None = None
@@ -40,6 +51,12 @@ class Found(NamedTuple):
     exact: bool = True
     declares: bool = False
 
+    @property
+    def error(self) -> float:
+        """The difference of the products, relative to their scale."""
+        forward, backward = self.products or (0.0, 0.0)
+        return abs(forward - backward) / self.scale if self.scale else abs(forward - backward)
+
     def enter(self, report: AdjointReport) -> None:
         """Add it to the report."""
         report.faults += self.faults
@@ -48,15 +65,13 @@ class Found(NamedTuple):
             report.declared = self.cost[2:] if self.declares else None
         if self.products is None:
             return
-        forward, backward = self.products
-        error = abs(forward - backward) / self.scale if self.scale else abs(forward - backward)
+        (forward, backward), error = self.products, self.error
         if not error < report.error:
             report.forward, report.backward, report.error, report.bound = forward, backward, error, self.bound
-        if self.exact and forward != backward:
-            text = f"<F x, y> and <x, F* y> differ by {plain(forward - backward)}; integers must agree"
-            report.faults.append(Fault("value", text))
-        if not self.exact and not error <= self.bound:
+        if not error <= self.bound:
             text = f"error {error:.2e} above the bound {self.bound:.2e} that rounding explains"
+            if self.exact:
+                text = f"<F x, y> and <x, F* y> differ by {number_text(forward - backward)}; integers must agree"
             report.faults.append(Fault("value", text))
 
 
@@ -92,7 +107,7 @@ class InBody:
         return self.draw(shape, state, self.test.dtype, -1 - k)
 
     def run(self, xs: Sequence[Array]) -> list:
-        """F x, and from now on what `back` needs."""
+        """F x; keeps the pullback for `back`."""
         out, self.pull, *_ = pullback_of(self.test.f, xs)
         self.outs, self.out_tree = tree.flatten(out)
         if not self.outs:
@@ -103,11 +118,11 @@ class InBody:
                 need="one that gives an array, or a tree of arrays",
                 mend="return the result",
             )
-        self.promised = self._promised(out)
+        self.promised = self._promised_specs(out)
         return self.outs
 
-    def _promised(self, out) -> list:
-        """The spec or the layout that is promised of each result; None of those of which nothing is."""
+    def _promised_specs(self, out) -> list:
+        """The spec or layout that out_specs promise for each result, or None."""
         where, specs = "spmd.check_adjoint", self.test.out_specs
         if specs is None:
             return [None] * len(self.outs)
@@ -121,15 +136,15 @@ class InBody:
         """F* y."""
         try:
             if self.test.adjoint is not None:
-                found = self.test.adjoint(*ys)
-                return tuple(found) if isinstance(found, tuple | list) else (found,)
-            return self._pulled(ys)
+                cotangents = self.test.adjoint(*ys)
+                return tuple(cotangents) if isinstance(cotangents, tuple | list) else (cotangents,)
+            return self._tape_adjoint(ys)
         except Exception as error:
             error.spmd_in_adjoint = True  # type: ignore[attr-defined]
             raise
 
-    def _pulled(self, ys) -> tuple:
-        """F* y by the tape."""
+    def _tape_adjoint(self, ys) -> tuple:
+        """F* y by the pullback of the tape, which is the transpose."""
         conjugate = [np.conj(y) for y in ys]
         return tuple(np.conj(g) for g in self.pull(tree.unflatten(self.out_tree, conjugate)))
 
@@ -139,32 +154,32 @@ class InBody:
         return all(v == 0 or n in varying or n in rooted for n, v in self.worker.coordinates.items())
 
     def local(self, a: Sequence, b: Sequence, side: str):
-        """This worker's share of <a, b>: copies are counted on the first worker that has them."""
+        """This worker's share of <a, b>. Copies count on the first worker that has them."""
         total = np.clongdouble(0)
         for x, y in zip(a, b, strict=True):
             if self.owns(x, self.rooted(side)):
-                u, v = np.asarray(to_host(value_of(x))), np.asarray(to_host(value_of(y)))
+                u, v = host_array(x), host_array(y)
                 total += np.sum(np.conj(u).astype(np.clongdouble) * v.astype(np.clongdouble))
         return total
 
-    def gather(self, mine: np.ndarray) -> list[np.ndarray]:
-        """This array of every worker, on all."""
+    def all_gather(self, own: np.ndarray) -> list[np.ndarray]:
+        """This array of every worker."""
         axes = tuple(self.worker.mesh.axes)
-        call = Call("check_adjoint", axes, mine.dtype, mine.shape)
-        return self.worker.comm.all_gather(self.worker.group(axes), call, mine).wait()
+        call = Call("check_adjoint", axes, own.dtype, own.shape)
+        return self.worker.comm.all_gather(self.worker.group(axes), call, own).wait()
 
     def texts(self, text: str) -> list[str]:
-        """This text of every worker, on all."""
-        return [bytes(b).decode() for b in self.gather(np.frombuffer(text.encode(), np.uint8))]
+        return [bytes(b).decode() for b in self.all_gather(np.frombuffer(text.encode(), np.uint8))]
 
-    def everyones(self, faults: list[Fault]) -> list[Fault]:
-        """The faults that any worker found, the same list on all."""
+    def merged(self, faults: list[Fault]) -> list[Fault]:
+        """The faults of all workers, the same list on all."""
         texts = self.texts(json.dumps(faults) if faults else "")
-        found: dict[Fault, list[int]] = {}
+        workers_of: dict[Fault, list[int]] = {}
         for w, text in enumerate(texts):
             for fault in json.loads(text) if text else ():
-                found.setdefault(Fault(*fault), []).append(w)
-        return [Fault(f.kind, f"{f.text} (on {self._among(workers)})") for f, workers in found.items()][:_FAULTS]
+                workers_of.setdefault(Fault(*fault), []).append(w)
+        merged = [Fault(f.kind, f"{f.text} (on {self._among(workers)})") for f, workers in workers_of.items()]
+        return merged[:_FAULTS_SHOWN]
 
     def _among(self, workers: list[int]) -> str:
         if len(workers) == self.worker.mesh.size > 1:
@@ -172,8 +187,8 @@ class InBody:
         return " and ".join(self.worker.mesh.describe(w) for w in workers)
 
 
-_FAULTS = 6
-"""How many faults of one trial are kept."""
+_FAULTS_SHOWN = 6
+"""The most faults of one trial in a report."""
 
 
 class Trial(InBody):
@@ -182,69 +197,69 @@ class Trial(InBody):
     def __init__(self, test: DotTest, worker: Worker, t: int):
         super().__init__(test, worker, (test.seed, t))
 
-    def found(self) -> Found:
+    def result(self) -> TrialResult:
         xs = [self.argument(k) for k in range(len(self.test.shapes))]
         before = [np.array(to_host(value_of(x))) for x in xs]
         with ledger() as log:
             outs = self.run(xs)
         sent = log.workers.get(self.worker.index)
         others = [self.draw.like(x, -100 - k) for k, x in enumerate(xs)]
-        faults = self.everyones(self._modified("F", xs, before) or self._linear(xs, outs, others))
+        faults = self.merged(self._modified_faults("F", xs, before) or self._linearity_faults(xs, outs, others))
         if faults:
-            return Found(faults)
+            return TrialResult(faults)
         ys = [self.draw.like(o, 1 + k) for k, o in enumerate(outs)]
         y_before = [np.array(to_host(value_of(y))) for y in ys]
 
-        # Workers go on together: what one of them finds amiss, all know.
+        # All workers agree on the faults before they continue.
         try:
-            found = self.back(*ys)
+            cotangents = self.back(*ys)
         except Exception as error:
-            # Where all workers are here, the others end with this one. Processes are told; if they wait for this worker
-            # elsewhere, that is a mismatch.
+            # Virtual workers all end with this error. Other processes learn of it from `merged`, unless they wait for
+            # this worker in another collective: a mismatch.
             if len(self.worker.mesh.local_workers) == self.worker.mesh.size or isinstance(error, MismatchError):
                 raise
-            return Found(self.everyones([raised(error)]))
-        faults = self._modified("F", xs, before) + self._modified("F*", ys, y_before)
-        faults = self.everyones(self._promises(outs) + _unlike(found, xs) + faults)
+            return TrialResult(self.merged([raise_fault(error)]))
+        faults = self._modified_faults("F", xs, before) + self._modified_faults("F*", ys, y_before)
+        faults = self.merged(self._promise_faults(outs) + _signature_faults(cotangents, xs) + faults)
         if any(fault.kind.split()[0] in ("raises", "count", "shape", "dtype", "state") for fault in faults):
-            return Found(faults)
+            return TrialResult(faults)
         if not faults and self.test.adjoint is None:
-            faults = self.everyones(self._twice(xs, ys, outs, found))
-        return self._products(xs, ys, outs, found, faults, sent)
+            faults = self.merged(self._involution_faults(xs, ys, outs, cotangents))
+        return self._products(xs, ys, outs, cotangents, faults, sent)
 
-    def _modified(self, name: str, arrays, before) -> list[Fault]:
+    def _modified_faults(self, name: str, arrays, before) -> list[Fault]:
         return [
             Fault("modified", f"argument {k} of {name} was modified")
             for k, (a, b) in enumerate(zip(arrays, before, strict=True))
             if not np.array_equal(to_host(value_of(a)), b, equal_nan=True)
         ]
 
-    def _linear(self, xs, outs, others) -> list[Fault]:
+    def _linearity_faults(self, xs, outs, others) -> list[Fault]:
         """Whether F is linear, to the precision of the mode."""
-        apart = self.forward(*others)
+        f_z = self.forward(*others)
 
-        def unlike(factor) -> list[int]:
+        def nonlinear(factor) -> list[int]:
             """The results in which F(z + factor x) is not F(z) + factor F(x)."""
 
             def combined(z, x):
-                return np.asarray(to_host(value_of(z))) + factor * np.asarray(to_host(value_of(x)))
+                return host_array(z) + factor * host_array(x)
 
             blocks = [(z, np.asarray(combined(z, x), z.dtype)) for x, z in zip(xs, others, strict=True)]
-            both = self.forward(*[Array(read_only(data, self.worker), z.state) for z, data in blocks])
-            right = (self._close(b, combined(a, o)) for b, o, a in zip(both, outs, apart, strict=True))
-            return [k for k, fine in enumerate(right) if not fine]
+            f_combined = self.forward(*[Array(device_block(data, self.worker), z.state) for z, data in blocks])
+            agree = (self._is_close(b, combined(a, o)) for b, o, a in zip(f_combined, outs, f_z, strict=True))
+            return [k for k, ok in enumerate(agree) if not ok]
 
         real = self.test.real or self._mixed(xs, outs)
-        wrong = unlike(-2 if real or self.test.dtype.kind != "c" else -2 + 1j)
+        failed = nonlinear(-2 if real or self.test.dtype.kind != "c" else -2 + 1j)
         text = "result {} is not linear in the arguments: F(z - 2x) is not F(z) - 2 F(x)"
-        if wrong and self.test.dtype.kind == "c" and not real and not unlike(-2):
+        if failed and self.test.dtype.kind == "c" and not real and not nonlinear(-2):
             text = "result {} is not linear over the complex numbers, but over the reals: real=True tests it so"
-        return [Fault("linear", text.format(k)) for k in wrong]
+        return [Fault("linear", text.format(k)) for k in failed]
 
     def _mixed(self, xs, outs) -> bool:
         return len({np.dtype(a.dtype).kind == "c" for a in (*xs, *outs)}) > 1
 
-    def _promises(self, outs: list) -> list[Fault]:
+    def _promise_faults(self, outs: list) -> list[Fault]:
         """What is wrong with the states of the results."""
         return [
             Fault("promise", f"result {k} is {o.state}, and out_specs promise {spec}")
@@ -252,100 +267,103 @@ class Trial(InBody):
             if spec is not None and type(o) is Array and o.state.varying - spec.varying
         ]
 
-    def _twice(self, xs, ys, outs, found) -> list[Fault]:
+    def _involution_faults(self, xs, ys, outs, cotangents) -> list[Fault]:
         """Whether F* is the same when it is differentiated, and F** = F, to the precision of the mode."""
-        same, again, *_ = pullback_of(self.back, ys)
+        recomputed, pull_back, *_ = pullback_of(self.back, ys)
         faults = [
             Fault("twice", f"where it is differentiated F* has another value for argument {k}")
-            for k, (s, g) in enumerate(zip(same, found, strict=True))
-            if not self._close(s, g)
+            for k, (s, g) in enumerate(zip(recomputed, cotangents, strict=True))
+            if not self._is_close(s, g)
         ]
-        twice = [np.conj(g) for g in again(tuple(np.conj(x) for x in xs))]
+        twice = [np.conj(g) for g in pull_back(tuple(np.conj(x) for x in xs))]
         return faults + [
             Fault("twice", f"result {k}: the adjoint of the adjoint is another map than F")
             for k, (t, o) in enumerate(zip(twice, outs, strict=True))
-            if not self._close(t, o)
+            if not self._is_close(t, o)
         ]
 
-    def _close(self, a, b) -> bool:
-        a, b = np.asarray(to_host(value_of(a))), np.asarray(to_host(value_of(b)))
+    def _is_close(self, a, b) -> bool:
+        a, b = host_array(a), host_array(b)
         if self.test.exact or a.shape != b.shape:
             return np.array_equal(a, b)
         rough = np.sqrt(np.finfo(self.test.dtype).eps)
         return bool(np.linalg.norm((a - b).reshape(-1)) <= rough * (1 + np.linalg.norm(b.reshape(-1))))
 
-    def _planned_cost(self, op: Operator, x: np.ndarray) -> tuple[int, int]:
-        return self._bound(op).plan(self.worker.group(op.axes), x.shape, x.dtype).cost
-
-    def _products(self, xs, ys, outs, found, faults: list[Fault], sent) -> Found:
-        """Both inner products, what error is to be expected, whether copies agree, and what F sent."""
+    def _products(self, xs, ys, outs, cotangents, faults: list[Fault], sent) -> TrialResult:
+        """Both inner products, the bound of their difference, whether copies agree, and what F sent."""
         test, worker, op = self.test, self.worker, self.test.operator
-        products = [self.local(outs, ys, "target"), self.local(xs, found, "source")]
-        sides = ((outs, "target"), (ys, "target"), (xs, "source"), (found, "source"))
+        products = [self.local(outs, ys, "target"), self.local(xs, cotangents, "source")]
+        sides = ((outs, "target"), (ys, "target"), (xs, "source"), (cotangents, "source"))
         squares = [self.local(a, a, side).real for a, side in sides]
-        moved = [0.0, 0.0] if test.exact or faults else self._moved(xs, ys, outs, found)
+        moved = [0.0, 0.0] if test.exact or faults else self._perturbation_gaps(xs, ys, outs, cotangents)
         cost = [0, 0] if sent is None else [sent.messages, sent.bytes]
-        cost += (0, 0) if op is None else self._planned_cost(op, np.asarray(to_host(xs[0].value)))
+        if op is None:
+            cost += (0, 0)
+        else:
+            x = np.asarray(to_host(xs[0].value))
+            cost += self._bound(op).plan(worker.group(op.axes), x.shape, x.dtype).cost
         numbers = [*products, *squares, *moved, *cost]
-        held = [("result", k, o, "target") for k, o in enumerate(outs)]
-        held += [("cotangent of argument", k, g, "source") for k, g in enumerate(found)]
-        marks = [digest(np.asarray(to_host(value_of(a)))) for _, _, a, _ in held]
-        each = np.stack(self.gather(np.array([*numbers, *marks], np.clongdouble)))
-        sums, marks = np.sum(each[:, : len(numbers)], axis=0), np.real(each[:, len(numbers) :])
-        for column, (name, k, a, side) in enumerate(held):
-            if other := self._copies_differ(marks[:, column], state_in(a, worker).varying, self.rooted(side)):
+        copies = [("result", k, o, "target") for k, o in enumerate(outs)]
+        copies += [("cotangent of argument", k, g, "source") for k, g in enumerate(cotangents)]
+        digests = [digest(host_array(a)) for _, _, a, _ in copies]
+        rows = np.stack(self.all_gather(np.array([*numbers, *digests], np.clongdouble)))
+        sums, digests = np.sum(rows[:, : len(numbers)], axis=0), np.real(rows[:, len(numbers) :])
+        for column, (name, k, a, side) in enumerate(copies):
+            if other := self._copies_differ(digests[:, column], state_in(a, worker).varying, self.rooted(side)):
                 text = f"{name} {k} is Invariant along {other[0]}, and {other[1]} and {other[2]} hold different values"
                 faults = [*faults, Fault("copies", text)]
         norms = [float(np.sqrt(s.real)) for s in sums[2:6]]
         scale = norms[0] * norms[1] + norms[2] * norms[3]
-        shaken = float(np.sqrt(sums[6].real)) * norms[1] + float(np.sqrt(sums[7].real)) * norms[2]
-        eps = max(float(np.finfo(a.dtype).eps) for a in (*xs, *outs, *found))
-        bound = 0.0 if test.exact else _SAFETY * (shaken / scale if scale else 0.0) + 4 * eps
+        perturbation = float(np.sqrt(sums[6].real)) * norms[1] + float(np.sqrt(sums[7].real)) * norms[2]
+        eps = max(float(np.finfo(a.dtype).eps) for a in (*xs, *outs, *cotangents))
+        bound = 0.0 if test.exact else ROUNDING_FACTOR * (perturbation / scale if scale else 0.0) + 4 * eps
         real = test.real or self._mixed(xs, outs)
-        pair = tuple(number(s.real if real else s) for s in sums[:2])
+        pair = tuple(as_number(s.real if real else s) for s in sums[:2])
         counted = tuple(int(s.real) for s in sums[8:12])
-        return Found(faults, pair, scale, bound, counted, test.exact, op is not None)  # type: ignore[arg-type]
+        return TrialResult(faults, pair, scale, bound, counted, test.exact, op is not None)  # type: ignore[arg-type]
 
     def _bound(self, op: Operator) -> Operator:
-        """The operator as the tape has it, which knows the lengths of blocks that it had to learn."""
-        held = (a for node in self.pull.tape.nodes for a in node.args or () if isinstance(a, Operator))
-        return next((bound for bound in held if type(bound) is type(op)), op)
+        """The operator as the tape has it, bound to the lengths of the blocks."""
+        operators = (a for node in self.pull.tape.nodes for a in node.args or () if isinstance(a, Operator))
+        return next((bound for bound in operators if type(bound) is type(op)), op)
 
     def _copies_differ(self, marks: np.ndarray, varying: frozenset[str], rooted: tuple[str, ...]):
-        """An axis and two workers that should hold the same along it, and do not."""
+        """Axes and two workers that should hold one value along them, and do not; otherwise None."""
         mesh = self.worker.mesh
-        alike = tuple(n for n in mesh.axes if n not in varying and n not in rooted)
-        for w in range(mesh.size) if alike else ():
-            first = mesh.group(w, alike).members[0]
+        copy_axes = tuple(n for n in mesh.axes if n not in varying and n not in rooted)
+        for w in range(mesh.size) if copy_axes else ():
+            first = mesh.group(w, copy_axes).members[0]
             if marks[w] != marks[first]:
-                return " and ".join(alike), mesh.describe(first), mesh.describe(w)
+                return " and ".join(copy_axes), mesh.describe(first), mesh.describe(w)
         return None
 
-    def _moved(self, xs, ys, outs, found) -> list[float]:
-        """How far F x and F* y move (squared, this worker's share) when values are perturbed in the last bit: x, y, and
-        what the tape of F has kept, where the conditioning of its parts shows, as of a linear system."""
-        most = [0.0, 0.0]
-        pulled = found if self.test.adjoint is None else self._pulled(ys)
-        for r in range(_SHAKES):
-            shaken_x = [self.draw.shaken(x, -200 - r) for x in xs]
-            shaken_y = [self.draw.shaken(y, 200 + r) for y in ys]
-            moves = (
-                (0, self.forward(*shaken_x), outs, "target"),
-                (1, self.back(*shaken_y), found, "source"),
-                (1, self._pulled_through_shaken(ys, 300 + r), pulled, "source"),
-            )
-            for side, new, old, which in moves:
-                delta = [n - o for n, o in zip(new, old, strict=True)]
-                most[side] = max(most[side], float(self.local(delta, delta, which).real))
-        return most
+    def _perturbation_gaps(self, xs, ys, outs, cotangents) -> list[float]:
+        """The changes of F x and F* y (squared norms, this worker's share) by perturbations in the last bit.
 
-    def _pulled_through_shaken(self, ys, tag: int) -> tuple:
-        """The tape's F* y, with what the tape has kept perturbed in the last bit."""
+        Perturbed are x, y, and the values on the tape of F, which shows the conditioning of its parts.
+        """
+        largest = [0.0, 0.0]
+        pulled = cotangents if self.test.adjoint is None else self._tape_adjoint(ys)
+        for r in range(PERTURBATIONS):
+            perturbed_x = [self.draw.perturbed(x, -200 - r) for x in xs]
+            perturbed_y = [self.draw.perturbed(y, 200 + r) for y in ys]
+            moves = (
+                (0, self.forward(*perturbed_x), outs, "target"),
+                (1, self.back(*perturbed_y), cotangents, "source"),
+                (1, self._perturbed_tape_adjoint(ys, 300 + r), pulled, "source"),
+            )
+            for side, new, old, side_name in moves:
+                delta = [n - o for n, o in zip(new, old, strict=True)]
+                largest[side] = max(largest[side], float(self.local(delta, delta, side_name).real))
+        return largest
+
+    def _perturbed_tape_adjoint(self, ys, tag: int) -> tuple:
+        """The tape's F* y, with the values on the tape perturbed in the last bit."""
         nodes = self.pull.tape.nodes
-        kept = [node.args for node in nodes]
+        saved_args = [node.args for node in nodes]
         rngs: dict = {}
 
-        def shaken(a):
+        def perturbed(a):
             data = to_host(a.value if type(a) is Array else a)
             if type(data) is not np.ndarray or data.dtype.kind not in "fc":
                 return a
@@ -353,22 +371,22 @@ class Trial(InBody):
             if state not in rngs:  # Workers that hold copies draw the same for them.
                 rngs[state] = self.draw.rng(state, tag)
             signs = rngs[state].choice([-1.0, 1.0], data.shape)
-            new = read_only((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype), self.worker)
+            new = device_block((data * (1 + np.finfo(data.dtype).eps * signs)).astype(data.dtype), self.worker)
             return Array(new, a.state) if type(a) is Array else new
 
         try:
-            for node, args in zip(nodes, kept, strict=True):
+            for node, args in zip(nodes, saved_args, strict=True):
                 if args is not None:
-                    node.args = tuple(shaken(a) for a in args)
-            return self._pulled(ys)
+                    node.args = tuple(perturbed(a) for a in args)
+            return self._tape_adjoint(ys)
         finally:
-            for node, args in zip(nodes, kept, strict=True):
+            for node, args in zip(nodes, saved_args, strict=True):
                 node.args = args
 
 
-_SHAKES = 3
-_SAFETY = 16.0
-"""How much larger than a perturbation of the last bit the rounding inside of F may be."""
+PERTURBATIONS = 3
+ROUNDING_FACTOR = 16.0
+"""How many times the effect of such a perturbation the rounding inside F may have."""
 
 
 class _Draw:
@@ -385,32 +403,38 @@ class _Draw:
         return np.random.default_rng([*self.key, tag % (1 << 31), *place])
 
     def __call__(self, shape: Shape, state, dtype: np.dtype, tag: int) -> Array:
-        rng = self.rng(state, tag)
-
-        def real():
-            if not self.exact:
-                return rng.standard_normal(shape)
-            # No zeros, behind which a missed cell would hide; few bits, so that sums and multiples stay exact.
-            most = 1 << (min(np.finfo(d).nmant for d in (self.dtype, dtype)) // 3)
-            drawn = rng.integers(1, 2 * most + 1, shape)
-            return np.where(drawn > most, most - drawn, drawn)
-
-        data = real() + 1j * real() if dtype.kind == "c" else real()
-        return Array(read_only(np.asarray(data, dtype), self.worker), state)
+        limit = 1 << (min(np.finfo(d).nmant for d in (self.dtype, dtype)) // 3) if self.exact else None
+        data = random_numbers(self.rng(state, tag), shape, dtype, limit)
+        return Array(device_block(np.asarray(data, dtype), self.worker), state)
 
     def like(self, x, tag: int) -> Array:
         """A block of the shape, the dtype and the state of x."""
         dtype = np.dtype(getattr(x, "dtype", self.dtype))
         return self(np.shape(value_of(x)), state_in(x, self.worker), dtype if dtype.kind in "fc" else self.dtype, tag)
 
-    def shaken(self, x: Array, tag: int) -> Array:
+    def perturbed(self, x: Array, tag: int) -> Array:
         signs = self.rng(x.state, tag).choice([-1.0, 1.0], np.shape(x.value))
         data = np.asarray(to_host(x.value)) * (1 + np.finfo(x.dtype).eps * signs)
-        return Array(read_only(data.astype(x.dtype), self.worker), x.state)
+        return Array(device_block(data.astype(x.dtype), self.worker), x.state)
 
 
-def read_only(data: np.ndarray, worker: Worker) -> np.ndarray:
-    """A block that nobody writes to, on the device of its worker."""
+def random_numbers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, limit: int | None) -> np.ndarray:
+    """Integers from -limit to limit, or normal numbers for None; complex for complex dtypes.
+
+    The integers are not 0, which would hide a missed entry, and have few bits, so that sums and multiples are exact.
+    """
+
+    def real():
+        if limit is None:
+            return rng.standard_normal(shape)
+        integers = rng.integers(1, 2 * limit + 1, shape)
+        return np.where(integers > limit, limit - integers, integers)
+
+    return real() + 1j * real() if dtype.kind == "c" else real()
+
+
+def device_block(data: np.ndarray, worker: Worker) -> np.ndarray:
+    """A read-only block on the device of its worker."""
     data = np.asarray(data)
     data.flags.writeable = False
     if worker.mesh.places is not None:
@@ -418,29 +442,32 @@ def read_only(data: np.ndarray, worker: Worker) -> np.ndarray:
     return data
 
 
+def host_array(x) -> np.ndarray:
+    return np.asarray(to_host(value_of(x)))
+
+
 def state_in(x, worker: Worker):
     return getattr(x, "state", None) or worker.state()
 
 
-def raised(error: Exception) -> Fault:
-    """What is wrong where F* raises."""
+def raise_fault(error: Exception) -> Fault:
     name = type(error).__name__
     return Fault(f"raises {name}", f"F* raises {name}: {error}".replace("\n", "\n    "))
 
 
-def _unlike(found: Sequence, xs: Sequence[Array]) -> list[Fault]:
-    """What of shape, dtype and state the adjoint does not give back."""
-    if len(found) != len(xs):
-        return [Fault("count", f"F* gives {len(found)} cotangents for {len(xs)} arguments")]
-    if any(g is None for g in found):
-        return [Fault("count", f"F* gives None for argument {[g is None for g in found].index(True)}")]
+def _signature_faults(cotangents: Sequence, xs: Sequence[Array]) -> list[Fault]:
+    """Cotangents that do not have the shape, dtype or state of their arguments."""
+    if len(cotangents) != len(xs):
+        return [Fault("count", f"F* gives {len(cotangents)} cotangents for {len(xs)} arguments")]
+    if any(g is None for g in cotangents):
+        return [Fault("count", f"F* gives None for argument {[g is None for g in cotangents].index(True)}")]
     return [
-        Fault(what, f"F* gives {what} {came} for argument {k}, which has {need}")
-        for k, (g, x) in enumerate(zip(found, xs, strict=True))
-        for what, came, need in (
+        Fault(what, f"F* gives {what} {actual} for argument {k}, which has {expected}")
+        for k, (g, x) in enumerate(zip(cotangents, xs, strict=True))
+        for what, actual, expected in (
             ("shape", np.shape(value_of(g)), x.shape),
             ("dtype", getattr(g, "dtype", None), x.dtype),
             ("state", str(getattr(g, "state", None)), str(x.state)),
         )
-        if came != need
+        if actual != expected
     ]

@@ -1,7 +1,7 @@
 """Activations, entry by entry; with a bias in the same pass.
 
-All take real floating-point arrays and keep their dtype; relu takes integers too. At a kink the derivative is of the
-flat side, as in torch; NaN stays NaN.
+All take real floating-point arrays and keep their dtype; relu takes integers too. At a kink the derivative is that of
+the flat side, as in torch. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import array, axis_of, cast, floating, number
+from spmd.functions.arguments import as_array, as_floating, as_number, cast, normalized_axis
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
@@ -43,93 +43,94 @@ __all__ = [
 ]
 
 
-class _Once:
-    """The cotangent of x + bias is that of x and, summed over rows, of bias: whoever comes second finds it.
+class _SharedCotangent:
+    """The cotangent of x + bias, computed once: it is that of x and, summed over rows, that of bias.
 
-    both: whether both are differentiated, so that somebody does.
+    both: whether both are differentiated.
     """
 
-    __slots__ = ("both", "made")
+    __slots__ = ("both", "last")
 
     def __init__(self, both: bool):
         self.both = both
-        self.made: tuple[Any, Any] | None = None
+        self.last: tuple[Any, Any] | None = None
 
     def __call__(self, g, x, bias, kind: str, alpha: float, over: bool = False):
-        """over: whether it may be written over g."""
-        made, self.made = self.made, None
-        if made is not None and made[0] is g:
-            return made[1]
-        fits = over and type(x) is np.ndarray and g.shape == x.shape and g.dtype == x.dtype and g.flags.c_contiguous
-        if fits and (bias is None or type(bias) is np.ndarray):
-            h = kernels.of(x).activate_vjp(g, x, bias, kind, alpha, g)
+        """over: whether the result may overwrite g."""
+        last, self.last = self.last, None
+        if last is not None and last[0] is g:
+            return last[1]
+        in_place = over and type(x) is np.ndarray and g.shape == x.shape and g.dtype == x.dtype and g.flags.c_contiguous
+        if in_place and (bias is None or type(bias) is np.ndarray):
+            x_cotangent = kernels.of(x).activate_vjp(g, x, bias, kind, alpha, g)
         else:
-            h = _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
+            x_cotangent = _activate_vjp(g, x, bias, kind=kind, alpha=alpha)
         if self.both:
-            self.made = g, h
-        return h
+            self.last = g, x_cotangent
+        return x_cotangent
 
 
-def _vjp_of_vjp(h, _ans, g, x, bias, *, kind, alpha) -> Any:
+def _second_vjp(h, _ans, g, x, bias, *, kind, alpha) -> Any:
     z = x if bias is None else x + bias
-    return h * g * _second(z, kind, alpha)
+    return h * g * _second_derivative(z, kind, alpha)
 
 
-def _again(h, _ans, _g, x, bias, *, kind, alpha) -> Any:
-    """As a map of g it is its own adjoint."""
+def _self_adjoint(h, _ans, _g, x, bias, *, kind, alpha) -> Any:
+    """The rule in g: the map is linear and its own adjoint."""
     return _activate_vjp(h, x, bias, kind=kind, alpha=alpha)
 
 
-@primitive("activate_vjp", _again, _vjp_of_vjp, _vjp_of_vjp)
+@primitive("activate_vjp", _self_adjoint, _second_vjp, _second_vjp)
 def _activate_vjp(g, x, bias, *, kind: str, alpha: float):
-    g, x = (np.asarray(a) if isinstance(a, float) else a for a in (g, x))  # a differentiated number
+    g, x = (np.asarray(a) if isinstance(a, float) else a for a in (g, x))  # from a Python number
     return kernels.of(x).activate_vjp(g, x, bias, kind, alpha)
 
 
-def _pull(g, _ans, x, bias, *, kind, alpha, once, over=False) -> Any:
-    return once(g, x, bias, kind, alpha, over)
+def _vjp(g, _ans, x, bias, *, kind, alpha, shared, over=False) -> Any:
+    return shared(g, x, bias, kind, alpha, over)
 
 
-def _forward(x, bias, *, kind: str, alpha: float, once: _Once):
+def _forward(x, bias, *, kind: str, alpha: float, shared: _SharedCotangent):
     x = np.asarray(x) if isinstance(x, float) else x
     return kernels.of(x).activate(x, bias, kind, alpha)
 
 
-_activate = primitive("activate", _pull, _pull, over=partial(_pull, over=True))(_forward)
+_activate = primitive("activate", _vjp, _vjp, over=partial(_vjp, over=True))(_forward)
 
 
-def _pull_of_result(g, ans, _x, _bias, *, kind, alpha, once, over=False) -> Any:
-    return once(g, ans, None, kind, alpha, over)
+def _vjp_from_result(g, ans, _x, _bias, *, kind, alpha, shared, over=False) -> Any:
+    return shared(g, ans, None, kind, alpha, over)
 
 
-_activate_straight = primitive("activate", _pull_of_result, _pull_of_result, over=partial(_pull_of_result, over=True))(
-    _forward
-)
-"""The activations that have the same derivative at f(z) as at z: of these the tape keeps the result, not x and bias."""
+_activate_from_result = primitive(
+    "activate", _vjp_from_result, _vjp_from_result, over=partial(_vjp_from_result, over=True)
+)(_forward)
+"""For activations with f'(f(z)) = f'(z): the tape keeps the result in place of x and bias."""
 
 
 def _activated(x, bias, kind: str, alpha: float = 1.0):
-    straight = kind in ("relu", "relu6") or (kind == "leaky_relu" and alpha >= 0)
-    # The sum of short numbers is not rounded before f(z) is, which may end at a kink.
-    straight = straight and (bias is None or np.result_type(x).itemsize >= 4)
+    from_result = kind in ("relu", "relu6") or (kind == "leaky_relu" and alpha >= 0)
+    # In short dtypes f(z) is rounded after the sum with the bias, and may then lie at a kink.
+    from_result = from_result and (bias is None or np.result_type(x).itemsize >= 4)
     both = type(x) is Array and type(bias) is Array and x.tape is not None and x.tape is bias.tape
-    return (_activate_straight if straight else _activate)(x, bias, kind=kind, alpha=alpha, once=_Once(both))
+    activate = _activate_from_result if from_result else _activate
+    return activate(x, bias, kind=kind, alpha=alpha, shared=_SharedCotangent(both))
 
 
-def _second(z, kind: str, alpha: float):
-    """The second derivative, of functions that have rules."""
-    which, p = form(kind, alpha)
-    match FORMS[which]:
+def _second_derivative(z, kind: str, alpha: float):
+    """f''(z), in differentiable functions."""
+    index, p = form(kind, alpha)
+    match FORMS[index]:
         case "ramp":
             inside = (p[0] * z + p[1] > 0) & (p[0] * z + p[1] < p[2])
             return np.where(inside, np.full_like(z, 2 * p[0] * p[4]), np.zeros_like(z))
         case "gate":
             z = np.clip(z, -FAR, FAR)
             s = sigmoid(z * (p[0] + p[1] * z * z))
-            slope, bend = s * (1 - s), s * (1 - s) * (1 - 2 * s)
+            ds, d2s = s * (1 - s), s * (1 - s) * (1 - 2 * s)
             d = p[0] + 3 * p[1] * z * z
-            second = bend * d * d + 6 * p[1] * slope * z
-            return 2 * slope * d + z * second if p[4] else second
+            second = d2s * d * d + 6 * p[1] * ds * z
+            return 2 * ds * d + z * second if p[4] else second
         case "decay":
             below = np.where(z > 0, np.zeros_like(z), z)
             return np.where(z > 0, np.zeros_like(z), p[0] * p[1] * p[2] ** 2 * np.exp(p[2] * below))
@@ -141,15 +142,15 @@ def _second(z, kind: str, alpha: float):
             return -2 * t * (1 - t * t)
         case "mish":
             t, s = np.tanh(softplus(z)), sigmoid(z)
-            slope = (1 - t * t) * s
-            return 2 * slope + z * slope * (1 - s - 2 * t * s)
+            ds = (1 - t * t) * s
+            return 2 * ds + z * ds * (1 - s - 2 * t * s)
         case _:
             return np.exp(-0.5 * z * z) * (2 - z * z) * (1 / math.sqrt(2 * math.pi))
 
 
-def _of(x, kind: str, alpha: float = 1.0):
+def _apply(x, kind: str, alpha: float = 1.0):
     where = f"spmd.functions.{kind.removesuffix('_tanh')}"
-    return _activated(floating(where, "x", x), None, kind, alpha)
+    return _activated(as_floating(where, "x", x), None, kind, alpha)
 
 
 @api_boundary
@@ -158,10 +159,10 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
 
     x: (..., n). bias: (n,), or None. kind: one of relu, relu6, leaky_relu, hard_sigmoid, hard_swish, sigmoid, silu,
     gelu (exact), gelu_tanh, elu, celu, selu, softplus, log_sigmoid, tanh, mish. alpha: the number of leaky_relu (0.01),
-    elu and celu (1). Cotangents: g * f'(x + bias), and its sum over rows for bias; made once for both.
+    elu and celu (1). Cotangents: g * f'(x + bias), and its sum over rows for bias, in one computation.
     """
     where = "spmd.functions.bias_act"
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     if not isinstance(kind, str) or kind not in KINDS:
         raise SpecError.at(
             where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend=f'kind="{closest(kind, KINDS, "relu")}"'
@@ -169,20 +170,22 @@ def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
     if alpha is not None and kind not in ("leaky_relu", "elu", "celu"):
         need = "no alpha: only leaky_relu, elu and celu have one"
         raise SpecError.at(where, argument="alpha", got=f"{alpha} for {kind}", need=need, mend="leave it out")
-    chosen = (0.01 if kind == "leaky_relu" else 1.0) if alpha is None else _slope(where, "alpha", alpha, kind == "celu")
+    if alpha is None:
+        alpha = 0.01 if kind == "leaky_relu" else 1.0
+    alpha = _finite_number(where, "alpha", alpha, kind == "celu")
     if bias is not None:
-        bias = floating(where, "bias", bias)
+        bias = as_floating(where, "bias", bias)
         if not x.ndim or bias.shape != x.shape[-1:]:
             need = f"{describe(x)} with a last axis of its length" if not x.ndim else f"shape {list(x.shape[-1:])}"
             mend = "reshape it; add a bias of another shape before: bias_act(x + bias, None, kind)"
             raise SpecError.at(where, argument="bias", got=describe(bias), need=need, mend=mend)
         dtype = np.result_type(x.dtype, bias.dtype)
         x, bias = cast(x, dtype), cast(bias, dtype)
-    return _activated(x, bias, kind, chosen)
+    return _activated(x, bias, kind, alpha)
 
 
-def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> float:
-    alpha = number(where, argument, alpha, -math.inf, math.inf)
+def _finite_number(where: str, argument: str, alpha: Any, nonzero: bool = False) -> float:
+    alpha = as_number(where, argument, alpha, -math.inf, math.inf)
     if not math.isfinite(alpha) or (nonzero and not alpha):
         need = "a finite number" + (" other than 0" if nonzero else "")
         raise SpecError.at(where, argument=argument, got=str(alpha), need=need, mend=f"{argument}=1.0")
@@ -192,44 +195,44 @@ def _slope(where: str, argument: str, alpha: Any, nonzero: bool = False) -> floa
 @api_boundary
 def relu(x):
     """max(x, 0), entry by entry. x: real; integers stay integers. Derivative: 1 where x > 0, else 0."""
-    x = array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
-    return np.maximum(x, 0) if x.dtype.kind in "iu" else _of(x, "relu")
+    x = as_array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
+    return np.maximum(x, 0) if x.dtype.kind in "iu" else _apply(x, "relu")
 
 
 @api_boundary
 def relu6(x):
     """min(max(x, 0), 6)."""
-    return _of(x, "relu6")
+    return _apply(x, "relu6")
 
 
 @api_boundary
 def leaky_relu(x, negative_slope: float = 0.01):
     """x where x > 0, else negative_slope * x."""
-    return _of(x, "leaky_relu", _slope("spmd.functions.leaky_relu", "negative_slope", negative_slope))
+    return _apply(x, "leaky_relu", _finite_number("spmd.functions.leaky_relu", "negative_slope", negative_slope))
 
 
 @api_boundary
 def hard_sigmoid(x):
     """min(max(x / 6 + 1/2, 0), 1)."""
-    return _of(x, "hard_sigmoid")
+    return _apply(x, "hard_sigmoid")
 
 
 @api_boundary
 def hard_swish(x):
     """x * hard_sigmoid(x); Howard et al., "Searching for MobileNetV3", 2019."""
-    return _of(x, "hard_swish")
+    return _apply(x, "hard_swish")
 
 
 @api_boundary
 def sigmoid(x):
     """1 / (1 + exp(-x)), without overflow."""
-    return _of(x, "sigmoid")
+    return _apply(x, "sigmoid")
 
 
 @api_boundary
 def silu(x):
     """x * sigmoid(x), also called swish; Elfwing, Uchibe, Doya, 2017."""
-    return _of(x, "silu")
+    return _apply(x, "silu")
 
 
 swish = silu
@@ -246,52 +249,52 @@ def gelu(x, approximate: bool | str = True):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
         mend = f'approximate="{closest(approximate, ("tanh", "none"))}"'
         raise SpecError.at(where, argument="approximate", got=describe(approximate), need=need, mend=mend)
-    return _of(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
+    return _apply(x, "gelu_tanh" if approximate in (True, "tanh") else "gelu")
 
 
 @api_boundary
 def elu(x, alpha: float = 1.0):
     """x where x > 0, else alpha * (exp(x) - 1)."""
-    return _of(x, "elu", _slope("spmd.functions.elu", "alpha", alpha))
+    return _apply(x, "elu", _finite_number("spmd.functions.elu", "alpha", alpha))
 
 
 @api_boundary
 def celu(x, alpha: float = 1.0):
     """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive."""
     where = "spmd.functions.celu"
-    alpha = _slope(where, "alpha", alpha, nonzero=True)
+    alpha = _finite_number(where, "alpha", alpha, nonzero=True)
     if alpha < 0:
         raise SpecError.at(where, argument="alpha", got=str(alpha), need="a positive number", mend="alpha=1.0")
-    return _of(x, "celu", alpha)
+    return _apply(x, "celu", alpha)
 
 
 @api_boundary
 def selu(x):
     """1.0507 * elu(x, 1.6733); Klambauer et al., "Self-normalizing neural networks", 2017."""
-    return _of(x, "selu")
+    return _apply(x, "selu")
 
 
 @api_boundary
 def softplus(x):
     """log(1 + exp(x)), without overflow."""
-    return _of(x, "softplus")
+    return _apply(x, "softplus")
 
 
 @api_boundary
 def log_sigmoid(x):
     """log(sigmoid(x)) = -softplus(-x)."""
-    return _of(x, "log_sigmoid")
+    return _apply(x, "log_sigmoid")
 
 
 @api_boundary
 def mish(x):
     """x * tanh(softplus(x)); Misra, 2019."""
-    return _of(x, "mish")
+    return _apply(x, "mish")
 
 
 def _halves(where: str, x, axis: int):
-    x = floating(where, "x", x)
-    axis = axis_of(where, x, axis)
+    x = as_floating(where, "x", x)
+    axis = normalized_axis(where, x, axis)
     if x.shape[axis] % 2:
         raise SpecError.at(
             where,

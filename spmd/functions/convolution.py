@@ -11,8 +11,8 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, describe
-from spmd.functions.arguments import array
-from spmd.functions.window_arguments import each, paddings
+from spmd.functions.arguments import as_array
+from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.functions.window_parts import plan_parts
 from spmd.layout import P
 from spmd.mesh import Worker, here
@@ -28,28 +28,28 @@ __all__ = ["conv", "conv_transpose"]
 # Three maps, each the adjoint of another. options: (stride, padding, dilation, groups).
 
 
-def _to_x(g, _ans, _x, w, *, options) -> Any:
+def _conv_vjp_x(g, _ans, _x, w, *, options) -> Any:
     return _conv_input_adjoint(g, w, shape=_x.shape[2:], options=options)
 
 
-def _to_w(g, _ans, x, _w, *, options) -> Any:
+def _conv_vjp_w(g, _ans, x, _w, *, options) -> Any:
     return _conv_weight_adjoint(g, x, kernel=_w.shape[2:], options=options)
 
 
-@primitive("conv", _to_x, _to_w, early=True)
+@primitive("conv", _conv_vjp_x, _conv_vjp_w, early=True)
 def _conv(x, w, *, options) -> Any:
     return kernels.of(x).conv(x, w, *options)
 
 
-def _to_g(h, _ans, _g, w, *, shape, options) -> Any:
+def _input_adjoint_vjp_g(h, _ans, _g, w, *, shape, options) -> Any:
     return _conv(h, w, options=options)
 
 
-def _to_filters(h, _ans, g, _w, *, shape, options) -> Any:
+def _input_adjoint_vjp_w(h, _ans, g, _w, *, shape, options) -> Any:
     return _conv_weight_adjoint(g, h, kernel=_w.shape[2:], options=options)
 
 
-@primitive("conv_input_adjoint", _to_g, _to_filters, early=True)
+@primitive("conv_input_adjoint", _input_adjoint_vjp_g, _input_adjoint_vjp_w, early=True)
 def _conv_input_adjoint(g, w, *, shape, options) -> Any:
     return kernels.of(g).conv_input_adjoint(g, w, shape, *options)
 
@@ -63,52 +63,53 @@ def _conv_weight_adjoint(g, x, *, kernel, options) -> Any:
     return kernels.of(g).conv_weight_adjoint(g, x, kernel, *options)
 
 
-# The outputs of a block, from the block and from slabs at the faces of its neighbours
+# The outputs of a block are summed from the block and from slabs of its neighbours.
 
 
-def _onto_slab(g, _ans, _y, _slab, w, *, of, options) -> Any:
-    return _conv_input_adjoint(g[of], w, shape=_slab.shape[2:], options=options)
+def _add_part_vjp_slab(g, _ans, _y, _slab, w, *, outputs, options) -> Any:
+    return _conv_input_adjoint(g[outputs], w, shape=_slab.shape[2:], options=options)
 
 
-def _onto_w(g, _ans, _y, slab, _w, *, of, options) -> Any:
-    return _conv_weight_adjoint(g[of], slab, kernel=_w.shape[2:], options=options)
+def _add_part_vjp_w(g, _ans, _y, slab, _w, *, outputs, options) -> Any:
+    return _conv_weight_adjoint(g[outputs], slab, kernel=_w.shape[2:], options=options)
 
 
-@primitive("conv", lambda g, _ans, _y, _slab, _w, *, of, options: g, _onto_slab, _onto_w)
-def _conv_onto(y, slab, w, *, of, options) -> Any:
+@primitive("conv", lambda g, _ans, _y, _slab, _w, *, outputs, options: g, _add_part_vjp_slab, _add_part_vjp_w)
+def _add_part(y, slab, w, *, outputs, options) -> Any:
     """Add the part of the outputs `of` that a slab contributes to y, in place: `_conv` has just computed y."""
-    if slab.size and y[of].size:
-        y[of] += kernels.of(slab).conv(slab, w, *options)
+    if slab.size and y[outputs].size:
+        y[outputs] += kernels.of(slab).conv(slab, w, *options)
     return y
 
 
-def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, given: tuple) -> Any:
+def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, options: tuple) -> Any:
     worker, dims = here(where), image.ndim - 2
     names = _spatial_axes(where, image, spec, worker)
     boundaries = _boundaries(where, boundary, dims)
     along_space = tuple(n for axes in names for n in axes)
-    # Of copies, too, each worker's faces are its own.
+    # The faces of a block differ between workers even if the block does not.
     x: Any = varying(image, along_space) if type(image) is Array and along_space else image
     lengths = _lengths(where, worker, x, spec, names, shape)
-    stride, padding, dilation, groups = _options(where, tuple(map(sum, lengths)), w, *given)
+    stride, padding, dilation, groups = _options(where, tuple(map(sum, lengths)), w, *options)
     places = tuple(worker.group(n).index for n in names)
     plan = plan_parts(lengths, names, worker.mesh.sides, places, tuple(w.shape[2:]), stride, padding, dilation)
-    space, whole = P(None, None, *(n or None for n in names)), ((0, 0),) * 2
+    space, no_halos = P(None, None, *(n or None for n in names)), ((0, 0),) * 2
     # Outputs in short dtypes are computed at once, because adding the parts of slabs would round twice.
     if plan.slabs is None or set(boundaries) != {"zero"} or x.dtype.itemsize < 4:
         widths = [v.widths for v in plan.windows]
-        around = halo_exchange(x, space, (*whole, *widths), ("none", "none", *boundaries), sizes=(None, None, *lengths))
-        return _conv(around, w, options=(stride, ((0, 0),) * dims, dilation, groups))
+        sizes = (None, None, *lengths)
+        with_halos = halo_exchange(x, space, (*no_halos, *widths), ("none", "none", *boundaries), sizes=sizes)
+        return _conv(with_halos, w, options=(stride, ((0, 0),) * dims, dilation, groups))
     slabs = []
     for s in plan.slabs:
         d = 2 + s.d
         faces = np.concatenate((x[along(d, 0, s.low)], x[along(d, x.shape[d] - s.high, None)]), axis=d)
-        halos = halo_exchange(faces, space, (*whole, *s.widths), sizes=(None, None, *s.sizes))
+        halos = halo_exchange(faces, space, (*no_halos, *s.widths), sizes=(None, None, *s.sizes))
         slabs += [halos[along(d, 0, s.halos[0])], halos[along(d, halos.shape[d] - s.halos[1], None)]]
     y = _conv(x, w, options=(stride, plan.own.padding, dilation, groups))
     for slab, part in zip(slabs, (p for s in plan.slabs for p in s.parts), strict=True):
-        of = (slice(None), slice(None), *part.of)
-        y = _conv_onto(y, slab, w, of=of, options=(stride, part.padding, dilation, groups))
+        outputs = (slice(None), slice(None), *part.outputs)
+        y = _add_part(y, slab, w, outputs=outputs, options=(stride, part.padding, dilation, groups))
     return y
 
 
@@ -122,25 +123,26 @@ def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[
             argument="spec",
             got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
             need="whole channels on each worker",
-            mend="leave the channels out of spec, convolve those that are here with their part of w, and psum",
+            mend="leave the channels out of spec, convolve this worker's channels with their part of w, and psum",
         )
     return tuple(space)
 
 
 def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
     """One boundary for each spatial dimension."""
-    each = (boundary,) * dims if isinstance(boundary, str) or not isinstance(boundary, Sequence) else tuple(boundary)
-    known = [b for b in BOUNDARIES if b != "none"]
-    wrong = next((b for b in each if b not in known), None)
-    if len(each) != dims or wrong is not None:
+    shared = isinstance(boundary, str) or not isinstance(boundary, Sequence)
+    boundaries: tuple[Any, ...] = (boundary,) * dims if shared else tuple(boundary)
+    allowed = [b for b in BOUNDARIES if b != "none"]
+    wrong = next((b for b in boundaries if b not in allowed), None)
+    if len(boundaries) != dims or wrong is not None:
         raise SpecError.at(
             where,
             argument="boundary",
             got=repr(boundary),
-            need=f"one of {', '.join(known)}, or one for each of the {dims} spatial dimensions",
-            mend=f'boundary="{closest(wrong, known)}"; padding=0 where nothing is to come',
+            need=f"one of {', '.join(allowed)}, or one for each of the {dims} spatial dimensions",
+            mend=f'boundary="{closest(wrong, allowed)}"; padding=0 for none',
         )
-    return each
+    return boundaries
 
 
 def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +157,7 @@ def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any
             argument="x",
             got=describe(x),
             need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
-            mend="leave shape out: the lengths of the blocks are learnt",
+            mend="leave shape out: the workers then exchange the lengths of their blocks",
         )
     return tuple(lengths[2:])
 
@@ -220,7 +222,6 @@ def _wrong_channels(where: str, x: Any, w: Any, groups: int) -> SpecError:
 
 
 def _missing_spec(where: str, shape: Any, boundary: Any) -> SpecError:
-    """The error for an option that needs a spec."""
     argument, got = ("boundary", repr(boundary)) if shape is None else ("shape", repr(shape))
     mend = 'spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does'
     return SpecError.at(where, argument=argument, got=got, need="a spec beside it", mend=mend)
@@ -259,35 +260,28 @@ def conv_transpose(
 
 def _transposed_shape(where: str, x: Any, w: Any, output_padding: Any, options: tuple) -> tuple[tuple[int, ...], tuple]:
     """The spatial shape of a transposed convolution, and the options with output_padding in the padding."""
-    strides, ends, dilations, groups = options
-    more = each(where, "output_padding", output_padding, x.ndim - 2, least=0)
-    if any(o and o >= max(s, d) for o, s, d in zip(more, strides, dilations, strict=True)):
+    strides, paddings_, dilations, groups = options
+    extra = per_dimension(where, "output_padding", output_padding, x.ndim - 2, minimum=0)
+    if any(o and o >= max(s, d) for o, s, d in zip(extra, strides, dilations, strict=True)):
         need = f"less than the stride {strides} or the dilation {dilations}"
         raise SpecError.at(
             where, argument="output_padding", got=repr(output_padding), need=need, mend="output_padding=0"
         )
-    ends = tuple((low, high - o) for (low, high), o in zip(ends, more, strict=True))
-    sizes = zip(x.shape[2:], w.shape[2:], strides, ends, dilations, strict=True)
+    paddings_ = tuple((low, high - o) for (low, high), o in zip(paddings_, extra, strict=True))
+    sizes = zip(x.shape[2:], w.shape[2:], strides, paddings_, dilations, strict=True)
     shape = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
     if min(shape) < 0 or 0 in x.shape[2:]:
         got = f"{describe(x)}, which gives the lengths {list(shape)}"
         need = "at least one entry in each spatial dimension, and less padding than there is to crop"
         raise SpecError.at(where, argument="x", got=got, need=need, mend="a smaller padding")
-    return shape, (strides, ends, dilations, groups)
+    return shape, (strides, paddings_, dilations, groups)
 
 
 def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
     need = "floating or complex numbers"
-    x, w = (array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
-    if not 3 <= x.ndim <= 5:
-        raise SpecError.at(
-            where,
-            argument="x",
-            got=describe(x),
-            need="shape (N, C, *spatial), with one to three spatial dimensions",
-            mend="x[np.newaxis] for a single example",
-        )
+    x, w = (as_array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
+    check_spatial(where, x)
     if w.ndim != x.ndim or 0 in w.shape[2:]:
         raise SpecError.at(
             where,
@@ -296,7 +290,7 @@ def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
             need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
             mend="the spatial dimensions of x and w correspond, one by one",
         )
-    (groups,) = each(where, "groups", groups, 1)
+    (groups,) = per_dimension(where, "groups", groups, 1)
     if w.shape[0] % groups:
         raise SpecError.at(
             where,
@@ -313,8 +307,8 @@ def _options(
 ) -> tuple:
     """(stride, padding, dilation, groups), an entry for each dimension."""
     dims, kernel = len(shape), tuple(w.shape[2:])
-    strides, dilations = each(where, "stride", stride, dims), each(where, "dilation", dilation, dims)
-    return strides, paddings(where, padding, shape, kernel, strides, dilations, least=None), dilations, groups
+    strides, dilations = per_dimension(where, "stride", stride, dims), per_dimension(where, "dilation", dilation, dims)
+    return strides, paddings(where, padding, shape, kernel, strides, dilations, minimum=None), dilations, groups
 
 
 def _with_bias(where: str, y: Any, bias: Any) -> Any:

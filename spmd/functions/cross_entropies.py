@@ -13,7 +13,7 @@ from spmd.autodiff.staging.recorder import checked, one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import alike, cast, floating, number, split_over, traced
+from spmd.functions.arguments import as_floating, as_number, cast, is_traced, require_invariant, require_varying
 from spmd.functions.embeddings import rows_at
 from spmd.functions.softmaxes import (
     accurate_copy,
@@ -35,8 +35,7 @@ from spmd.tracebacks import api_boundary
 __all__ = ["softmax_cross_entropy"]
 
 
-# If the gradient will be needed, the forward kernel computes softmax - target too. The backward sweep reads it from
-# `saved`.
+# If the gradient will be needed, the forward kernel also computes softmax - target, and keeps it in `saved`.
 
 
 class _SavedGradient:
@@ -48,14 +47,14 @@ class _SavedGradient:
         self.value: Any = None
 
 
-def _unless(h, labels, ignore: int | None):
+def _zero_ignored(h, labels, ignore: int | None):
     return h if ignore is None else np.where(np.expand_dims(labels != ignore, -1), h, np.zeros_like(h))
 
 
 @primitive(
     "cross_entropy_gradient",
     lambda h, _ans, x, labels, *, smoothing, ignore, saved: softmax_rows_vjp(
-        _unless(h, labels, ignore), softmax_rows(x)
+        _zero_ignored(h, labels, ignore), softmax_rows(x)
     ),
     None,
 )
@@ -131,34 +130,32 @@ def softmax_cross_entropy(
     Raises StateError for logits that do not vary along axis_name or labels that do, ValueError for labels of another
     shape or out of range. On a GPU labels are not read, and the loss of one out of range is NaN.
     """
-    logits = floating(_WHERE, "logits", logits)
+    logits = as_floating(_WHERE, "logits", logits)
     if type(labels) is not Array and not on_device(labels):
         labels = admit(labels, _WHERE, "labels", error=SpecError)
-    smoothing = number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
+    smoothing = as_number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
     if ignore_index is not None and not (isinstance(ignore_index, int | np.integer) and abs(ignore_index) < 2**63):
         raise ValueError(_message("ignore_index", describe(ignore_index), "an integer, or None", "ignore_index=-100"))
     ignore = None if ignore_index is None else int(ignore_index)
     weight = _class_weights(weight, logits)
     _check_reduction(reduction, batch_axis_name)
     if logits.ndim and labels.dtype.kind not in "iub" and labels.shape == logits.shape:
-        loss, masses = (
-            _against_distributions(logits, labels, axis_name, bool(smoothing or ignore is not None), weight),
-            None,
-        )
+        row_weights = None
+        loss = _against_distributions(logits, labels, axis_name, bool(smoothing or ignore is not None), weight)
     elif not logits.ndim or labels.dtype.kind not in "iu" or labels.shape != logits.shape[:-1]:
         raise _wrong_labels(logits, labels)
     elif axis_name is not None:
-        loss, masses = _split_cross_entropy(logits, labels, axis_name, smoothing, ignore, weight)
+        loss, row_weights = _split_cross_entropy(logits, labels, axis_name, smoothing, ignore, weight)
     else:
         _check_classes(labels, logits.shape[-1], ignore)
-        labels = _where_logits_are(logits, labels)
+        labels = _on_device_of(logits, labels)
         if weight is None:
-            saved = _SavedGradient() if traced(logits) else None
+            saved = _SavedGradient() if is_traced(logits) else None
             loss = _cross_entropy(logits, labels, smoothing=smoothing, ignore=ignore, saved=saved)
-            masses = _counted(labels, ignore, loss)
+            row_weights = _row_weights(labels, ignore, loss)
         else:
-            loss, masses = _weighted_cross_entropy(logits, labels, smoothing, ignore, weight)
-    return _reduced(loss, masses, reduction, batch_axis_name)
+            loss, row_weights = _weighted_cross_entropy(logits, labels, smoothing, ignore, weight)
+    return _reduced(loss, row_weights, reduction, batch_axis_name)
 
 
 def _wrong_labels(logits, labels) -> ValueError:
@@ -168,18 +165,18 @@ def _wrong_labels(logits, labels) -> ValueError:
 
 
 def _against_distributions(logits, t, axis_name: AxisName | None, has_label_options: bool, weight):
-    t = floating(_WHERE, "labels", t)
+    t = as_floating(_WHERE, "labels", t)
     if has_label_options:
         got = "label_smoothing or ignore_index with distributions"
         raise ValueError(_message("labels", got, "integers", "mix the uniform distribution in; weight the losses"))
-    t = _where_logits_are(logits, t)
+    t = _on_device_of(logits, t)
     t = t if weight is None else t * weight
     if axis_name is not None:
         _, total = logsumexp_over(logits, axis_name, _WHERE)
         y = logits - np.expand_dims(total, -1)
         terms = np.where(t == 0, np.zeros_like(t), t) * np.where(t == 0, np.zeros_like(y), y)
         return cast(-psum(np.sum(terms, axis=-1), axis_name), logits.dtype)
-    return _soft_cross_entropy(logits, cast(t, logits.dtype), saved=_SavedGradient() if traced(logits) else None)
+    return _soft_cross_entropy(logits, cast(t, logits.dtype), saved=_SavedGradient() if is_traced(logits) else None)
 
 
 _WHERE = "spmd.softmax_cross_entropy"
@@ -210,15 +207,15 @@ def _class_weights(weight, logits):
     """The weights of the classes of this worker, in the dtype of the computation."""
     if weight is None:
         return None
-    weight = floating(_WHERE, "weight", weight)
+    weight = as_floating(_WHERE, "weight", weight)
     if tuple(weight.shape) != tuple(logits.shape[-1:]):
         need = f"shape {list(logits.shape[-1:])}, a number for each class"
         mend = "weight=None for equal ones; with axis_name this worker's block of them"
         raise SpecError(_message("weight", describe(weight), need, mend))
-    return _where_logits_are(logits, cast(weight, accurate(logits.dtype)))
+    return _on_device_of(logits, cast(weight, accurate(logits.dtype)))
 
 
-def _where_logits_are(logits, x):
+def _on_device_of(logits, x):
     """An array on the device of the logits: CuPy takes no host array as an operand."""
     if type(x) is np.ndarray and kernels.on_device(value_of(logits)):
         import cupy
@@ -237,22 +234,22 @@ def _weights_of(weight, labels, ignore: int | None):
 
 def _weighted_cross_entropy(logits, labels, smoothing: float, ignore: int | None, weight):
     """The losses with class weights, and the weight of each row in their mean."""
-    masses = _weights_of(weight, labels, ignore)
-    saved = _SavedGradient() if traced(logits) else None
+    row_weights = _weights_of(weight, labels, ignore)
+    saved = _SavedGradient() if is_traced(logits) else None
     if not smoothing:
         loss = _cross_entropy(logits, labels, smoothing=0.0, ignore=ignore, saved=saved)
-        return cast(loss * masses, loss.dtype), masses
+        return cast(loss * row_weights, loss.dtype), row_weights
     # With different weights smoothing adds up all logits, so the targets are needed as an array.
     x = accurate_copy(logits)
-    column, zero = np.expand_dims(masses, -1), np.zeros_like(masses, shape=())
+    column, zero = np.expand_dims(row_weights, -1), np.zeros_like(row_weights, shape=())
     share = 0 * column + smoothing / x.shape[-1]  # NaN where the weight is
     if ignore is not None:
         share = np.where(np.expand_dims(labels == ignore, -1), zero, share)
     t = share * weight + np.where(one_hot(labels, x.shape[-1]), (1 - smoothing) * column, zero)
-    return cast(_soft_cross_entropy(x, cast(t, x.dtype), saved=saved), logits.dtype), masses
+    return cast(_soft_cross_entropy(x, cast(t, x.dtype), saved=saved), logits.dtype), row_weights
 
 
-def _counted(labels, ignore: int | None, loss):
+def _row_weights(labels, ignore: int | None, loss):
     """The weight of each row in a mean without class weights; None: 1."""
     return None if ignore is None else (labels != ignore).astype(accurate(loss.dtype))
 
@@ -279,36 +276,37 @@ def _pair(total: Any, count: int) -> Any:
 
 
 @primitive("over_count", lambda g, _ans, both: _with_count(g / both[1], count=0))
-def _over_count(both):
+def _over_count(total_and_count):
     """The total divided by the count, which has no derivative."""
-    return both[0] / both[1]
+    return total_and_count[0] / total_and_count[1]
 
 
-def _reduced(loss, masses, reduction: str, axis_name: AxisName | None):
-    """The losses, their sum, or their sum over that of the masses (None: 1 for each)."""
+def _reduced(loss, row_weights, reduction: str, axis_name: AxisName | None):
+    """The losses, their sum, or their sum divided by that of the row weights (None: 1 for each)."""
     if reduction == "none":
         return loss
-    over = () if axis_name is None else split_over(_WHERE, loss, axis_name, "batch_axis_name")
+    axes = () if axis_name is None else require_varying(_WHERE, loss, axis_name, "batch_axis_name")
     total = np.sum(cast(loss, accurate(loss.dtype)))
     if reduction == "sum":
-        return cast(psum(total, over) if over else total, loss.dtype)
-    if masses is None:
-        both = _with_count(total, count=loss.size)
-        both = psum(both, over) if over else both
-    elif over:
-        both = psum(np.stack([total, np.sum(masses)]), over)
+        return cast(psum(total, axes) if axes else total, loss.dtype)
+    if row_weights is None:
+        total_and_count = _with_count(total, count=loss.size)
+        total_and_count = psum(total_and_count, axes) if axes else total_and_count
+    elif axes:
+        total_and_count = psum(np.stack([total, np.sum(row_weights)]), axes)
     else:
-        both = total, np.sum(masses)
+        total_and_count = total, np.sum(row_weights)
     with np.errstate(invalid="ignore"):  # of no rows
-        return cast(_over_count(both) if masses is None else both[0] / both[1], loss.dtype)
+        mean = _over_count(total_and_count) if row_weights is None else total_and_count[0] / total_and_count[1]
+    return cast(mean, loss.dtype)
 
 
-def _rows_over_workers(x, labels, axis_name: AxisName, where: str) -> tuple[Any, int, int, Any]:
-    """For classes that are split over workers: the largest logit of each row, how many classes come before those of
-    this worker, how many there are, and the axes. One all-reduce carries the largest logits and the numbers of classes.
+def _split_classes(x, labels, axis_name: AxisName, where: str) -> tuple[Any, int, int, Any]:
+    """The largest logit of each row, the first class of this worker, the number of classes, and the axes that split
+    them. One all-reduce carries the largest logits and the numbers of classes.
     """
-    names = split_over(where, x, axis_name)
-    alike(where, "labels", labels, names, "the same labels on all workers that share the classes")
+    names = require_varying(where, x, axis_name)
+    require_invariant(where, "labels", labels, names, "the same labels on all workers that share the classes")
     group = here(where).group(names)
     largest = row_max(stop_gradient(x))
     sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
@@ -316,38 +314,36 @@ def _rows_over_workers(x, labels, axis_name: AxisName, where: str) -> tuple[Any,
     packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
     columns = [int(n) for n in slot_of(value_of(packed[-group.size :]))]  # the same in every replay
     top = cast(np.reshape(packed[: -group.size], x.shape[:-1]), x.dtype)
-    before = sum(columns[: group.index])
-    return top, before, sum(columns), names
+    offset = sum(columns[: group.index])
+    return top, offset, sum(columns), names
 
 
 def _split_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None, weight):
     """The losses where the classes are split over workers, and the weight of each row in their mean."""
     x = accurate_copy(logits)
-    top, before, classes, names = _rows_over_workers(x, labels, axis_name, _WHERE)
+    top, offset, classes, names = _split_classes(x, labels, axis_name, _WHERE)
     _check_classes(labels, classes, ignore)
-    own_labels = cast(labels, np.int64) - before
+    own_labels = cast(labels, np.int64) - offset
     sums = exp_sums(x, top, own_labels)
     if weight is None:
         sums = psum(sums, names)
-        loss, masses = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top), _counted(labels, ignore, x)
+        loss, row_weights = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top), _row_weights(labels, ignore, x)
         if smoothing:
             loss = loss - smoothing * (sums[2] / classes - top)
     else:
-        parts = [
-            sums[0],
-            sums[1],
-            rows_at(weight, np.where((own_labels >= 0) & (own_labels < x.shape[-1]), own_labels, -1)),
-        ]
+        here_or_none = np.where((own_labels >= 0) & (own_labels < x.shape[-1]), own_labels, -1)
+        parts = [sums[0], sums[1], rows_at(weight, here_or_none)]
         if smoothing:
             parts += [x @ weight, np.sum(weight) + np.zeros_like(top)]
-        total, chosen, masses, *more = psum(np.stack(parts), names)
-        loss = (1 - smoothing) * masses * (np.log(total) - (chosen - top))
+        total, chosen, row_weights, *smoothing_sums = psum(np.stack(parts), names)
+        loss = (1 - smoothing) * row_weights * (np.log(total) - (chosen - top))
         if smoothing:
-            loss = loss + smoothing / classes * (more[1] * np.log(total) - (more[0] - more[1] * top))
+            weighted_logits, weights = smoothing_sums
+            loss = loss + smoothing / classes * (weights * np.log(total) - (weighted_logits - weights * top))
         if ignore is not None:
-            masses = np.where(labels == ignore, np.zeros_like(masses), masses)
+            row_weights = np.where(labels == ignore, np.zeros_like(row_weights), row_weights)
     if kernels.on_device(value_of(labels)):  # their range was not checked
         loss = np.where((labels < 0) | (labels >= classes), np.full_like(loss, np.nan), loss)
     if ignore is not None:
         loss = np.where(labels == ignore, np.zeros_like(loss), loss)
-    return cast(loss, logits.dtype), masses
+    return cast(loss, logits.dtype), row_weights

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import floating
+from spmd.functions.arguments import as_floating
 from spmd.layout import P
 from spmd.random import distributions, layouts
 from spmd.tracebacks import api_boundary
@@ -20,13 +20,13 @@ def dropout(x, rate: float, key: Any, spec: P | None = None):
     """x with each entry set to 0 with probability rate, and the others divided by 1 - rate.
 
     x: floating, of any shape. rate: a number from 0 to below 1. key: of `spmd.random`; another one for each use.
-    spec: in a body, how the whole of which x is a block is split: what is dropped depends on the key and on the place
-    in the whole, so it is the same on every mesh. Linear in x, and its own adjoint. Raises SpecError in a body for an x
-    that varies, without a spec: all workers would drop the same entries of their blocks.
+    spec: in a body, how the array of which x is a block is split. Which entries are dropped depends on the key and on
+    their indices in the whole array, so it is the same on every mesh. Linear in x, and its own adjoint. Raises
+    SpecError in a body for an x that varies, without a spec: all workers would drop the same entries of their blocks.
     Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, "Dropout", JMLR 15, 2014.
     """
     where = "spmd.functions.dropout"
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     if not isinstance(rate, int | float | np.floating) or not 0 <= rate < 1:
         raise SpecError.at(
             where,

@@ -1,10 +1,11 @@
-"""Interpolation: arrays of other lengths, values between the entries of a field, and the adjoints."""
+"""Interpolation: resizing arrays, values of a field between its entries, and the adjoints."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import array
+from spmd.functions.arguments import as_array
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
 from spmd.spellings import closest
@@ -24,14 +25,14 @@ _NUMBERS = "floating-point or complex numbers"
 
 
 class Taps:
-    """What the outputs along an axis are made of: output o is the sum of weight[o, k] * x[index[o, k]].
+    """A linear map along an axis: output o is the sum over k of weight[o, k] * x[index[o, k]].
 
     n: the length of the input. index, weight: (outputs, taps). `len` gives the outputs.
     """
 
     def __init__(self, n: int, index: np.ndarray, weight: np.ndarray):
         self.n, self.index, self.weight = n, index, weight
-        self._kept: dict[Any, tuple] = {}
+        self._by_dtype: dict[Any, tuple] = {}
 
     def __len__(self) -> int:
         return len(self.index)
@@ -44,7 +45,7 @@ class Taps:
         return int(self.index[o].min()), int(self.index[o].max()) + 1
 
     def part(self, outputs: tuple[int, int], inputs: tuple[int, int]) -> Taps:
-        """The outputs first:end alone, made of the inputs start:stop, which hold all that they need."""
+        """The taps of outputs (first, end) alone, with indices into inputs (start, stop)."""
         (first, end), (start, stop) = outputs, inputs
         index = self.index[first:end] - np.int32(start)
         if index.size and not (index.min() >= 0 and index.max() < stop - start):
@@ -59,32 +60,31 @@ class Taps:
 
     @cached_property
     def T(self) -> Taps:
-        """The taps of the adjoint."""
         return Taps(len(self), *taps.transposed(self.index, self.weight, self.n))
 
     def on(self, x: Any) -> tuple[Any, Any]:
-        """index and weight where x is, with weights of the dtype that it is computed in."""
+        """index and weight on the device of x, weight in the dtype of the computation."""
         wide = accurate(np.dtype(x.dtype))
         dtype = np.dtype({"F": np.float32, "D": np.float64}.get(wide.char, wide))
         key = (x.device.id if kernels.on_device(x) else None, dtype)
-        found = self._kept.get(key)
-        if found is None:
-            found = (self.index, self.weight.astype(dtype))
+        pair = self._by_dtype.get(key)
+        if pair is None:
+            pair = (self.index, self.weight.astype(dtype))
             if key[0] is not None:
                 from spmd.kernels.gpu.source import uploaded
 
-                found = tuple(map(uploaded, found))
-            self._kept[key] = found
-        return found
+                pair = tuple(map(uploaded, pair))
+            self._by_dtype[key] = pair
+        return pair
 
 
-def _back(g, _ans, _x, *, taps, axis) -> Any:
+def _resample_vjp(g, _ans, _x, *, taps, axis) -> Any:
     return _resample(g, taps=taps.T, axis=axis)
 
 
-@primitive("resample", _back)
+@primitive("resample", _resample_vjp)
 def _resample(x, *, taps, axis) -> Any:
-    return kernels.of(x).resample(x, *taps.on(x), axis)
+    return kernels.of(x).resample(x, *taps.for_input(x), axis)
 
 
 @api_boundary
@@ -94,7 +94,7 @@ def resample(x, taps: Taps, axis: int = -1):
     Linear; adjoint: the same with the transposed taps, `taps.T`. Raises SpecError where x has another length.
     """
     where = "spmd.functions.resample"
-    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    x = as_array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
     if not -x.ndim <= axis < x.ndim or x.shape[axis] != taps.n:
         raise SpecError.at(
             where,
@@ -106,7 +106,7 @@ def resample(x, taps: Taps, axis: int = -1):
     return _resample(x, taps=taps, axis=axis % x.ndim)
 
 
-# A body asks for its plan at every step.
+# Cached, because a body calls it at every step.
 @lru_cache(maxsize=64)
 def _plan(n: int, m: int, method: str, align_corners: bool, antialias: bool, cubic: float) -> Taps:
     return Taps(n, *taps.resize_taps(n, m, method, align_corners, antialias, cubic))
@@ -122,17 +122,17 @@ def plan_resize(
     antialias: bool = False,
     cubic: float = -0.5,
 ) -> Taps:
-    """The taps that make m entries of n. On blocks: `spmd.plan_needs(n, m, taps.needs, inputs=...)` says what each
+    """The taps from n entries to m. On blocks: `spmd.plan_needs(n, m, taps.needs, inputs=...)` says what each
     worker needs, and `taps.part(outputs, inputs)` are the taps of its outputs. The options are those of `resize`."""
     where = "spmd.functions.plan_resize"
     for name, value in (("n", n), ("m", m)):
         try:
-            good = not isinstance(value, bool) and operator.index(value) >= (name == "n" and m != 0)
+            valid = not isinstance(value, bool) and operator.index(value) >= (name == "n" and m != 0)
         except TypeError:
-            good = False
-        if not good:
-            need = "a length: an int, at least 1 to make anything of it"
-            raise SpecError.at(where, argument=name, got=describe(value), need=need, mend=f"{name}={1}")
+            valid = False
+        if not valid:
+            need = "a length: an int; of an empty axis nothing can be made"
+            raise SpecError.at(where, argument=name, got=describe(value), need=need, mend=f"{name}=1")
     _check_method(where, method, cubic)
     if align_corners and antialias:
         raise SpecError.at(
@@ -155,11 +155,11 @@ def resize(
     antialias: bool = False,
     cubic: float = -0.5,
 ):
-    """x with another shape, of as many dimensions, interpolated along each that changes. x: floating or complex.
+    """x with another shape of as many dimensions, interpolated along each axis that changes. x: floating or complex.
 
     method: "nearest", "linear", or "cubic" (R. Keys, 1981; cubic: his parameter, -1/2 as in JAX, -3/4 in torch).
-    Entries are the middles of cells, so output o lies at (o + 1/2) * n / m - 1/2, and beyond its ends x goes on with
-    its last entry. align_corners: the first and last entries of both lie on each other, at o * (n - 1) / (m - 1).
+    Entries are the middles of cells, so output o lies at (o + 1/2) * n / m - 1/2. Beyond its ends x is constant.
+    align_corners: the first and last entries of both coincide; output o lies at o * (n - 1) / (m - 1).
     antialias: where an axis shrinks, "linear" and "cubic" average over all entries, and weights that reach beyond the
     ends are left out, as in jax.image.resize, where this is the default.
 
@@ -167,12 +167,16 @@ def resize(
     Raises SpecError for an unknown method, and for a shape that x cannot have.
     """
     where = "spmd.functions.resize"
-    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    x = as_array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
     try:
-        goal = tuple(map(operator.index, shape))
+        target = tuple(map(operator.index, shape))
     except TypeError:
-        goal = None
-    if goal is None or len(goal) != x.ndim or any(m < 0 or (m and not n) for m, n in zip(goal, x.shape, strict=True)):
+        target = None
+    if (
+        target is None
+        or len(target) != x.ndim
+        or any(m < 0 or (m and not n) for m, n in zip(target, x.shape, strict=True))
+    ):
         raise SpecError.at(
             where,
             argument="shape",
@@ -181,26 +185,26 @@ def resize(
             mend=f"shape={tuple(2 * n for n in x.shape)}",
         )
     _check_method(where, method, cubic)
-    # Axes that shrink come first, and the last axis, which takes longest, when there is least to do.
-    growing = lambda a: (goal[a] > x.shape[a], a if goal[a] <= x.shape[a] else -a)
-    for axis in sorted((a for a in range(x.ndim) if goal[a] != x.shape[a]), key=growing):
+    # Shrink first. Of both groups the last axis, which is slowest, comes when the array is smallest.
+    order = lambda a: (target[a] > x.shape[a], a if target[a] <= x.shape[a] else -a)
+    for axis in sorted((a for a in range(x.ndim) if target[a] != x.shape[a]), key=order):
         options: Any = {"align_corners": align_corners, "antialias": antialias, "cubic": cubic}
-        x = _resample(x, taps=plan_resize(x.shape[axis], goal[axis], method, **options), axis=axis)
+        x = _resample(x, taps=plan_resize(x.shape[axis], target[axis], method, **options), axis=axis)
     return x
 
 
 # At points
 
 
-def _in_x(g, _ans, _x, points, *, options) -> Any:
+def _sample_vjp_x(g, _ans, _x, points, *, options) -> Any:
     return _inject(g, points, shape=_x.shape[1:], options=options)
 
 
-def _in_points(g, _ans, x, points, *, options) -> Any:
+def _sample_vjp_points(g, _ans, x, points, *, options) -> Any:
     return _slopes(g, x, points, options)
 
 
-@primitive("sample", _in_x, _in_points)
+@primitive("sample", _sample_vjp_x, _sample_vjp_points)
 def _sample(x, points, *, options) -> Any:
     return kernels.of(x).sample(x, points, *options)
 
@@ -219,11 +223,11 @@ def _slopes(g, x, points, options) -> Any:
     method, boundary, orders, cubic = options
     if method == "nearest":
         return np.zeros_like(points)
-    found = []
+    slopes = []
     for axis in range(len(orders)):
-        more = tuple(order + (a == axis) for a, order in enumerate(orders))
-        found.append(np.sum(g * _sample(x, points, options=(method, boundary, more, cubic)), axis=0))
-    return np.stack(found, axis=1)
+        orders_plus = tuple(order + (a == axis) for a, order in enumerate(orders))
+        slopes.append(np.sum(g * _sample(x, points, options=(method, boundary, orders_plus, cubic)), axis=0))
+    return np.stack(slopes, axis=1)
 
 
 @api_boundary
@@ -239,15 +243,15 @@ def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: 
     "nearest" are 0. Raises SpecError where x and points do not fit.
     """
     where = "spmd.functions.sample"
-    x = array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
+    x = as_array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
     points, d = _points(where, points, x.ndim)
     _check_method(where, method, cubic, boundary)
     lead, spatial = x.shape[: x.ndim - d], x.shape[x.ndim - d :]
     _check_field(where, "x", spatial, boundary, points)
-    flat = np.reshape(x, (_product(lead), *spatial))
+    flat = np.reshape(x, (prod(lead), *spatial))
     options = (method, boundary, (0,) * d, float(cubic))
-    found = _sample(flat, np.reshape(points, (_product(points.shape[:-1]), d)), options=options)
-    return np.reshape(found, (*lead, *points.shape[:-1]))
+    values = _sample(flat, np.reshape(points, (prod(points.shape[:-1]), d)), options=options)
+    return np.reshape(values, (*lead, *points.shape[:-1]))
 
 
 @api_boundary
@@ -262,7 +266,7 @@ def inject(
     Linear in the values; adjoint: `sample`. Raises SpecError where values and points do not fit.
     """
     where = "spmd.functions.inject"
-    values = array(where, "values", values, "fc", _NUMBERS, "values.astype(float)")
+    values = as_array(where, "values", values, "fc", _NUMBERS, "values.astype(float)")
     points, d = _points(where, points, 3)
     _check_method(where, method, cubic, boundary)
     count = points.ndim - 1
@@ -288,23 +292,16 @@ def inject(
             mend="np.broadcast_to(values, points.shape[:-1])",
         )
     lead = values.shape[: values.ndim - count]
-    m = _product(points.shape[:-1])
-    flat = np.reshape(values, (_product(lead), m))
+    m = prod(points.shape[:-1])
+    flat = np.reshape(values, (prod(lead), m))
     options = (method, boundary, (0,) * d, float(cubic))
-    found = _inject(flat, np.reshape(points, (m, d)), shape=shape, options=options)
-    return np.reshape(found, (*lead, *shape))
+    field = _inject(flat, np.reshape(points, (m, d)), shape=shape, options=options)
+    return np.reshape(field, (*lead, *shape))
 
 
-def _product(shape: Sequence[int]) -> int:
-    found = 1
-    for n in shape:
-        found *= n
-    return found
-
-
-def _points(where: str, points: Any, most: int) -> tuple[Any, int]:
-    points = array(where, "points", points, "f", "real floating-point numbers", "points.astype(float)")
-    if points.dtype not in (np.float32, np.float64) or points.ndim < 1 or not 1 <= points.shape[-1] <= min(3, most):
+def _points(where: str, points: Any, max_dims: int) -> tuple[Any, int]:
+    points = as_array(where, "points", points, "f", "real floating-point numbers", "points.astype(float)")
+    if points.dtype not in (np.float32, np.float64) or points.ndim < 1 or not 1 <= points.shape[-1] <= min(3, max_dims):
         raise SpecError.at(
             where,
             argument="points",
@@ -316,10 +313,10 @@ def _points(where: str, points: Any, most: int) -> tuple[Any, int]:
 
 
 def _check_method(where: str, method: Any, cubic: Any, boundary: str = "zero") -> None:
-    for argument, value, known in (("method", method, taps.METHODS), ("boundary", boundary, taps.BOUNDARIES)):
-        if value not in known:
-            words = ", ".join(map(repr, known))
-            mend = f"{argument}={closest(value, known, known[1])!r}"
+    for argument, value, allowed in (("method", method, taps.METHODS), ("boundary", boundary, taps.BOUNDARIES)):
+        if value not in allowed:
+            words = ", ".join(map(repr, allowed))
+            mend = f"{argument}={closest(value, allowed, allowed[1])!r}"
             raise SpecError.at(where, argument=argument, got=repr(value), need=f"one of {words}", mend=mend)
     if isinstance(cubic, bool) or not isinstance(cubic, int | float | np.floating):
         raise SpecError.at(where, argument="cubic", got=describe(cubic), need="a Python number", mend="cubic=-0.5")

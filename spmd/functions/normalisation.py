@@ -1,5 +1,7 @@
-"""Normalisation of rows (layer norm, RMS norm) and of channels (batch, group and instance norm), and statistics, over
-array dimensions and workers together."""
+"""Normalisation of rows (layer norm, RMS norm) and of channels (batch, group and instance norm), and their statistics.
+
+Rows, channels and batches may be split over workers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import Parts, axes_of, axis_of, cast, floating, number, split_over
+from spmd.functions.arguments import (
+    SharedResults,
+    as_floating,
+    as_number,
+    cast,
+    normalized_axes,
+    normalized_axis,
+    require_varying,
+)
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
@@ -27,21 +37,21 @@ __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "merge_mom
 # Rows
 
 
-class _Norm(Parts):
-    """The cotangents of x, weight and bias, and what the forward pass found of the rows."""
+class _Norm(SharedResults):
+    """The cotangents of x, weight and bias, and the mean and rstd of each row from the forward pass."""
 
-    __slots__ = ("found",)
+    __slots__ = ("statistics",)
 
 
-def _refer(g, x, weight, centred: bool, eps: float):
-    """rstd and z of `normalize`, the map u -> u - mean(u) - z mean(u z), and g * weight, of functions with rules."""
+def _differentiable_parts(g, x, weight, centred: bool, eps: float):
+    """rstd, z, the map u -> u - mean(u) - z mean(u z), g * weight, and the mean, in differentiable functions."""
 
     def mean(a):
         return np.mean(a, axis=-1, keepdims=True)
 
-    away = x - mean(x) if centred else x
-    rstd = 1 / np.sqrt(mean(away * away) + eps)
-    z = away * rstd
+    centred_x = x - mean(x) if centred else x
+    rstd = 1 / np.sqrt(mean(centred_x * centred_x) + eps)
+    z = centred_x * rstd
 
     def project(u):
         v = u - z * mean(u * z)
@@ -51,77 +61,80 @@ def _refer(g, x, weight, centred: bool, eps: float):
 
 
 def _second_g(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
-    rstd, z, project, _, _ = _refer(g, x, weight, centred, eps)
+    rstd, z, project, _, _ = _differentiable_parts(g, x, weight, centred, eps)
     d = rstd * project(h[0])
     return (d if weight is None else d * weight) + h[1] * z + h[2]
 
 
 def _second_x(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
-    rstd, z, project, u, mean = _refer(g, x, weight, centred, eps)
+    rstd, z, project, u, mean = _differentiable_parts(g, x, weight, centred, eps)
     through_z = h[1] * g - rstd * (h[0] * mean(u * z) + u * mean(h[0] * z))
     return rstd * project(through_z) - rstd * rstd * z * mean(h[0] * project(u))
 
 
 def _second_weight(h, _ans, g, x, weight, *, eps, centred, norm) -> Any:
-    rstd, _, project, _, _ = _refer(g, x, weight, centred, eps)
+    rstd, _, project, _, _ = _differentiable_parts(g, x, weight, centred, eps)
     return np.sum(g * (rstd * project(h[0])), axis=tuple(range(g.ndim - 1)))
 
 
 @primitive("normalize_vjp", _second_g, _second_x, _second_weight)
 def _normalize_vjp(g, x, weight, *, eps: float, centred: bool, norm: _Norm):
-    mean, rstd = norm.found
+    mean, rstd = norm.statistics
     return kernels.of(x).normalize_vjp(g, x, weight, mean, rstd, centred)
 
 
-def _pull(k: int):
+def _vjp(index: int):
     def rule(g, _ans, x, weight, _bias, *, eps, centred, norm) -> Any:
-        return norm.take(g, k, lambda: _normalize_vjp(g, x, weight, eps=eps, centred=centred, norm=norm))
+        return norm.take(g, index, lambda: _normalize_vjp(g, x, weight, eps=eps, centred=centred, norm=norm))
 
     return rule
 
 
-@primitive("normalize", _pull(0), _pull(1), _pull(2))
+@primitive("normalize", _vjp(0), _vjp(1), _vjp(2))
 def _normalize(x, weight, bias, *, eps: float, centred: bool, norm: _Norm):
-    y, *norm.found = kernels.of(x).normalize(x, weight, bias, eps, centred)
+    y, *norm.statistics = kernels.of(x).normalize(x, weight, bias, eps, centred)
     return y
 
 
 def _rows(where: str, x, weight, bias, eps, ndim: int, axis_name: AxisName | None, centred: bool):
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     if not isinstance(ndim, int) or not 0 < ndim <= x.ndim:
         need = f"an integer from 1 to {x.ndim}" if x.ndim else "an array with dimensions"
         raise SpecError.at(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1")
     shape, n = x.shape, prod(x.shape[x.ndim - ndim :])
-    weight, bias = (
-        _parameter(where, name, p, shape[x.ndim - ndim :], accurate(x.dtype))
-        for name, p in (("weight", weight), ("bias", bias))
-    )
-    eps = number(where, "eps", eps, 0, inf)
+    weight, bias = _parameters(where, x, weight, bias, shape[x.ndim - ndim :])
+    eps = as_number(where, "eps", eps, 0, inf)
     x = np.reshape(x, (*shape[: x.ndim - ndim], n))
     if axis_name is None:
         y = _normalize(x, weight, bias, eps=eps, centred=centred, norm=_Norm())
         return np.reshape(y, shape)
-    split_over(where, x, axis_name)
+    require_varying(where, x, axis_name)
     rows = np.reshape(x, (1, prod(x.shape[:-1]), n))
     count, mean, square = _statistics(rows, axis_name, where)
     square = square / count if centred else square / count + mean * mean
     rstd = 1 / np.sqrt(square + eps)
     mean = mean if centred else np.zeros_like(rstd)
-    y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd), parts=Parts()), x.shape)
+    y = np.reshape(_affine(rows, mean, rstd, np.zeros_like(rstd)), x.shape)
     y = y if weight is None else y * weight
     return cast(np.reshape(y if bias is None else y + bias, shape), x.dtype)
 
 
 def _parameter(where: str, name: str, p, shape: tuple[int, ...], dtype=None) -> Any:
-    """A weight or bias as one dimension, in the dtype that is computed in, or in its own."""
+    """A weight or bias with one dimension; dtype: to convert it to."""
     if p is None:
         return None
-    p = floating(where, name, p)
+    p = as_floating(where, name, p)
     if tuple(p.shape) != tuple(shape):
         need = f"shape {list(shape)}"
         raise SpecError.at(where, argument=name, got=describe(p), need=need, mend=f"reshape it, or {name}=None")
-    p = p if p.ndim == 1 else np.reshape(p, (prod(shape),))  # as it is, without a node between it and its gradient
+    p = p if p.ndim == 1 else np.reshape(p, (prod(shape),))  # no node on the tape if not needed
     return p if dtype is None else cast(p, dtype)
+
+
+def _parameters(where: str, x, weight, bias, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The weight and bias with one dimension, in the dtype of the computation."""
+    dtype = accurate(x.dtype)
+    return _parameter(where, "weight", weight, shape, dtype), _parameter(where, "bias", bias, shape, dtype)
 
 
 @api_boundary
@@ -144,30 +157,17 @@ def rms_norm(x, weight=None, eps: float = 1e-6, *, ndim: int = 1, axis_name: Axi
     return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, axis_name, False)
 
 
-# Channels. What a channel has in common is one number for each: x is (outer, channels, inner).
-
-
-def _sums_g(h, _ans, _g, x, mean) -> Any:
-    return _affine(x, mean, h[1], h[0], parts=Parts())
-
-
-def _sums_x(h, _ans, g, _x, mean) -> Any:
-    return _affine(g, np.zeros_like(mean), h[1], np.zeros_like(mean), parts=Parts())
+# Channels: x is (outer, channels, inner), with one mean, scale and shift for each channel.
 
 
 @primitive(
     "channel_sums",
-    _sums_g,
-    _sums_x,
+    lambda h, _ans, _g, x, mean: _affine(x, mean, h[1], h[0]),
+    lambda h, _ans, g, _x, mean: _scaled(g, h[1]),
     lambda h, ans, _g, _x, _mean: -h[1] * ans[0],
 )
 def _sums(g, x, mean):
     return kernels.of(x).channel_sums(g, x, mean)
-
-
-def _affine_x(g, _ans, _x, _mean, scale, _shift, *, parts) -> Any:
-    zeros = np.zeros_like(scale)
-    return _affine(g, zeros, scale, zeros, parts=Parts())
 
 
 def _pairs(g, x, mean):
@@ -177,19 +177,26 @@ def _pairs(g, x, mean):
 
 @primitive(
     "channel_affine",
-    _affine_x,
-    lambda g, _ans, x, mean, scale, _shift, *, parts: -scale * parts.take(g, 0, lambda: _pairs(g, x, mean)),
-    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 1, lambda: _pairs(g, x, mean)),
-    lambda g, _ans, x, mean, _scale, _shift, *, parts: parts.take(g, 2, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, _x, _mean, scale, _shift, *, shared: _scaled(g, scale),
+    lambda g, _ans, x, mean, scale, _shift, *, shared: -scale * shared.take(g, 0, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, shared: shared.take(g, 1, lambda: _pairs(g, x, mean)),
+    lambda g, _ans, x, mean, _scale, _shift, *, shared: shared.take(g, 2, lambda: _pairs(g, x, mean)),
 )
-def _affine(x, mean, scale, shift, *, parts: Parts):
+def _channel_affine(x, mean, scale, shift, *, shared: SharedResults):
     return kernels.of(x).channel_affine(x, mean, scale, shift)
 
 
-@primitive(
-    "moments",
-    lambda g, ans, x: _affine(x, ans[0], 2 * g[1], g[0] / max(1, x.shape[0] * x.shape[2]), parts=Parts()),
-)
+def _affine(x, mean, scale, shift) -> Any:
+    """(x - mean) * scale + shift, channel by channel."""
+    return _channel_affine(x, mean, scale, shift, shared=SharedResults())
+
+
+def _scaled(x, scale) -> Any:
+    zeros = np.zeros_like(scale)
+    return _affine(x, zeros, scale, zeros)
+
+
+@primitive("moments", lambda g, ans, x: _affine(x, ans[0], 2 * g[1], g[0] / max(1, x.shape[0] * x.shape[2])))
 def _moments(x):
     return kernels.of(x).moments(x)
 
@@ -202,7 +209,7 @@ def merge_moments(counts, means, squares):
     and a pairwise algorithm", 1979.
     """
     where = "spmd.functions.merge_moments"
-    means, squares = floating(where, "means", means), floating(where, "squares", squares)
+    means, squares = as_floating(where, "means", means), as_floating(where, "squares", squares)
     counts = np.reshape(counts, (len(counts),) + (1,) * (means.ndim - 1))
     count = np.sum(counts)
     mean = np.sum(counts * means, axis=0) / np.where(count == 0, 1, count)
@@ -211,15 +218,15 @@ def merge_moments(counts, means, squares):
 
 def _statistics(x, axis_name: AxisName | None, where: str):
     """Count, means and sums of squared distances of the channels of x, and of all workers along axis_name."""
-    found = _moments(x)
+    own = _moments(x)
     count = x.shape[0] * x.shape[2]
-    over = () if axis_name is None else reduced_axes(x, here(where).mesh.names(axis_name, where), where)
-    if not over:
-        return count, found[0], found[1]
-    packed = np.concatenate([np.reshape(found, (-1,)), np.full_like(value_of(found), count, shape=(1,))])
-    every = all_gather(packed, over, to="invariant")
+    axes = () if axis_name is None else reduced_axes(x, here(where).mesh.names(axis_name, where), where)
+    if not axes:
+        return count, own[0], own[1]
+    packed = np.concatenate([np.reshape(own, (-1,)), np.full_like(value_of(own), count, shape=(1,))])
+    gathered = all_gather(packed, axes, to="invariant")
     channels = x.shape[1]
-    return merge_moments(every[:, -1], every[:, :channels], every[:, channels:-1])
+    return merge_moments(gathered[:, -1], gathered[:, :channels], gathered[:, channels:-1])
 
 
 @api_boundary
@@ -230,12 +237,11 @@ def moments(
 
     Every entry counts once, however uneven the blocks; some may be empty. The variance is the mean squared distance
     from the mean. Along axis_name the results are Invariant; an array that is Invariant there counts once.
-    Cost: one all-gather of both and the count; backward what brings the cotangents of both to the workers. Of no
-    entries both are NaN.
+    Cost: one all-gather of both and the count; backward its adjoint. Of no entries both are NaN.
     """
     where = "spmd.functions.moments"
-    x = floating(where, "x", x)
-    axes = axes_of(where, x, axis)
+    x = as_floating(where, "x", x)
+    axes = normalized_axes(where, x, axis)
     rest = [n for n in range(x.ndim) if n not in axes]
     shape = tuple(x.shape[a] for a in rest)
     n = prod(x.shape[a] for a in axes)
@@ -246,13 +252,13 @@ def moments(
     count, mean, square = _statistics(stacked, axis_name, where)
     count = (count or np.nan) if isinstance(count, int) else np.where(count == 0, np.nan, count)
     mean, variance = mean + 0 * count, square / count
-    final = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
-    return cast(np.reshape(mean, final), x.dtype), cast(np.reshape(variance, final), x.dtype)
+    result_shape = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
+    return cast(np.reshape(mean, result_shape), x.dtype), cast(np.reshape(variance, result_shape), x.dtype)
 
 
 def _channels(where: str, x, axis: int):
     """x as (outer, channels, inner)."""
-    axis = axis_of(where, x, axis)
+    axis = normalized_axis(where, x, axis)
     return np.reshape(x, (prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])))
 
 
@@ -272,23 +278,20 @@ def batch_norm(
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each channel over all else.
 
     axis: that of the channels; weight and bias have its length, or are None. axis_name: axes of the mesh over which
-    the batch is split; then the statistics are those of all workers together, with true counts on uneven and empty
-    blocks; a batch that is Invariant along one of them counts once there, as in `spmd.mean`.
-    running: (mean, variance) of batches before, or None. Where it is given the result is (y, running after): the old
-    one times 1 - momentum, plus the batch's mean and unbiased variance times momentum, as torch has it; it has no
-    gradient.
-    With training=False the running ones are used in place of the batch's, and come back as they are.
+    the batch is split; then the statistics are those of all workers together, weighted by the sizes of their blocks. A
+    batch that is Invariant along one of them counts once there, as in `spmd.mean`.
+    running: (mean, variance) of earlier batches, or None. If given, the result is (y, new running): the old one times
+    1 - momentum, plus the batch's mean and unbiased variance times momentum, as in torch; it has no gradient.
+    With training=False they replace the batch's statistics and are returned unchanged.
     Cost: one all-gather of the statistics forward, two sums of a number per channel backward.
     Ioffe, Szegedy, "Batch normalization", 2015.
     """
     where = "spmd.functions.batch_norm"
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     stacked = _channels(where, x, axis)
     channels = stacked.shape[1]
-    weight, bias = (
-        _parameter(where, m, p, (channels,), accurate(x.dtype)) for m, p in (("weight", weight), ("bias", bias))
-    )
-    eps, momentum = number(where, "eps", eps, 0, inf), number(where, "momentum", momentum, 0, 1)
+    weight, bias = _parameters(where, x, weight, bias, (channels,))
+    eps, momentum = as_number(where, "eps", eps, 0, inf), as_number(where, "momentum", momentum, 0, 1)
     if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
         need = "a pair (mean, variance), or None"
         raise SpecError.at(where, argument="running", got=describe(running), need=need, mend="running=None")
@@ -301,18 +304,18 @@ def batch_norm(
         variance = square / np.maximum(count, 1)
         if running is not None:
 
-            def later(old, new):  # a batch of nothing says nothing
-                both = (1 - momentum) * old + momentum * cast(stop_gradient(new), old.dtype)
-                return (both if count else old) if isinstance(count, int) else np.where(count > 0, both, old)
+            def updated(old, new):  # an empty batch changes nothing
+                mixed = (1 - momentum) * old + momentum * cast(stop_gradient(new), old.dtype)
+                return (mixed if count else old) if isinstance(count, int) else np.where(count > 0, mixed, old)
 
-            running = later(old_mean, mean), later(old_variance, square / np.maximum(count - 1, 1))
+            running = updated(old_mean, mean), updated(old_variance, square / np.maximum(count - 1, 1))
     else:
         mean, variance = old_mean, old_variance
     mean, variance = (cast(a, accurate(x.dtype)) for a in (mean, variance))
     scale = 1 / np.sqrt(variance + eps)
     scale = scale if weight is None else scale * weight
     shift = np.zeros_like(scale) if bias is None else bias
-    y = np.reshape(_affine(stacked, mean, scale, shift, parts=Parts()), x.shape)
+    y = np.reshape(_affine(stacked, mean, scale, shift), x.shape)
     return y if running is None else (y, running)
 
 
@@ -324,7 +327,7 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     Wu, He, "Group normalization", 2018.
     """
     where = "spmd.functions.group_norm"
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     if x.ndim < 2:
         need = "(batch, channels, ...)"
         raise SpecError.at(where, argument="x", got=describe(x), need=need, mend="add the dimensions")
@@ -332,22 +335,20 @@ def group_norm(x, groups: int, weight=None, bias=None, eps: float = 1e-5):
     if not isinstance(groups, int | np.integer) or groups < 1 or channels % groups:
         need, mend = f"a divisor of the {channels} channels", "groups=1"
         raise SpecError.at(where, argument="groups", got=describe(groups), need=need, mend=mend)
-    weight, bias = (
-        _parameter(where, m, p, (channels,), accurate(x.dtype)) for m, p in (("weight", weight), ("bias", bias))
-    )
+    weight, bias = _parameters(where, x, weight, bias, (channels,))
     n = prod(x.shape[2:])
     rows = np.reshape(x, (x.shape[0] * groups, channels // groups * n))
-    y = _normalize(rows, None, None, eps=number(where, "eps", eps, 0, inf), centred=True, norm=_Norm())
+    y = _normalize(rows, None, None, eps=as_number(where, "eps", eps, 0, inf), centred=True, norm=_Norm())
     if weight is not None or bias is not None:
         y = np.reshape(y, (x.shape[0], channels, n))
         weight = np.ones_like(value_of(y), shape=(channels,), dtype=accurate(x.dtype)) if weight is None else weight
         zeros = np.zeros_like(weight)
-        y = _affine(y, zeros, weight, zeros if bias is None else bias, parts=Parts())
+        y = _affine(y, zeros, weight, zeros if bias is None else bias)
     return np.reshape(y, x.shape)
 
 
 @api_boundary
 def instance_norm(x, weight=None, bias=None, eps: float = 1e-5):
-    """Every channel of every item normalised by itself: `group_norm` with as many groups as channels."""
-    x = floating("spmd.functions.instance_norm", "x", x)
+    """`group_norm` with as many groups as channels."""
+    x = as_floating("spmd.functions.instance_norm", "x", x)
     return group_norm(x, max(1, x.shape[1]) if x.ndim > 1 else 1, weight, bias, eps)

@@ -6,9 +6,8 @@ from typing import Any
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
-from spmd.errors import SpecError, describe
-from spmd.functions.arguments import array, floating
-from spmd.functions.window_arguments import each, paddings
+from spmd.functions.arguments import as_array, as_floating
+from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.tracebacks import api_boundary
 
 __all__ = ["avg_pool", "max_pool"]
@@ -16,11 +15,11 @@ __all__ = ["avg_pool", "max_pool"]
 # A window is (window, stride, padding, dilation) here, each with an entry per dimension.
 
 
-def _put_back(g, _ans, _x, index, *, window) -> Any:
+def _gather_vjp(g, _ans, _x, index, *, window) -> Any:
     return _max_pool_vjp(g, index, shape=_x.shape[2:], window=window)
 
 
-@primitive("max_pool_gather", _put_back)
+@primitive("max_pool_gather", _gather_vjp)
 def _max_pool_gather(x, index, *, window) -> Any:
     return kernels.of(x).max_pool_gather(x, index)
 
@@ -50,27 +49,26 @@ def max_pool(
 ):
     """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions.
 
-    window, stride, dilation: an int, or one for each spatial dimension; without a stride windows do not overlap
-    (stride = window). padding: an int, an int or a pair (low, high) for each dimension, "SAME" (as many outputs as
-    there are strides in the length) or "VALID" (none). ceil_mode: what is left over at the end has an output too,
-    unless its window would start in the high padding. return_indices: also give which entry it is, its place among the
-    spatial entries of x in row-major order.
+    window, stride, dilation: an int, or one for each spatial dimension; the default stride is the window. padding: an
+    int, an int or a pair (low, high) for each dimension, "SAME" (ceil(length / stride) outputs) or "VALID" (none).
+    ceil_mode: a last, incomplete window has an output too, unless it would start in the high padding. return_indices:
+    also return the flat row-major index of each largest entry among the spatial entries of x.
 
-    Of equal entries the first one wins, in row-major order; the first NaN wins over all; padding never wins. A window
-    of padding alone has -inf, and the index -1. Derivative's adjoint: g is added to the entry that won.
+    Of equal entries the first in row-major order is chosen, before them the first NaN, never padding. A window of
+    padding alone has -inf, and the index -1. Derivative's adjoint: g is added to the chosen entry.
     Raises SpecError where an option does not fit x. Source: as torch.nn.functional.max_pool2d.
     """
     where = "spmd.functions.max_pool"
-    x = floating(where, "x", x)
+    x = as_floating(where, "x", x)
     top, index = _max_pool(x, window=_window(where, x, window, stride, padding, dilation), ceil_mode=bool(ceil_mode))
     return (top, index) if return_indices else top
 
 
-def _mean(h, _ans, _g, *, shape, options) -> Any:
+def _avg_pool_transpose(h, _ans, _g, *, shape, options) -> Any:
     return _avg_pool(h, options=options)
 
 
-@primitive("avg_pool_vjp", _mean)
+@primitive("avg_pool_vjp", _avg_pool_transpose)
 def _avg_pool_vjp(g, *, shape, options) -> Any:
     return kernels.of(g).avg_pool_vjp(g, shape, *options)
 
@@ -93,29 +91,22 @@ def avg_pool(
     """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions.
 
     window, stride, padding, dilation, ceil_mode: as for `max_pool`. count_include_pad: padding counts as zeros; else it
-    does not count. What lies beyond the padding, as ceil_mode may read it, never counts; a window without any entry
-    that counts has the mean 0.
+    does not count. Entries beyond the padding, which ceil_mode may read, never count. A window in which no entry counts
+    has the mean 0.
 
     Linear; adjoint: each entry of g is shared equally among the entries of its window that count.
     Raises SpecError where an option does not fit x. Source: as torch.nn.functional.avg_pool2d.
     """
     where = "spmd.functions.avg_pool"
-    x = array(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")
+    x = as_array(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")
     options = _window(where, x, window, stride, padding, dilation)
     return _avg_pool(x, options=(*options, bool(ceil_mode), bool(count_include_pad)))
 
 
 def _window(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
-    if not 3 <= x.ndim <= 5:
-        raise SpecError.at(
-            where,
-            argument="x",
-            got=describe(x),
-            need="one to three spatial dimensions after those of the batch and the channels, (N, C, *spatial)",
-            mend="x[None, None] for a plain image" if x.ndim in (1, 2) else "np.reshape(x, (N, C, *spatial))",
-        )
+    check_spatial(where, x)
     shape = x.shape[2:]
-    window = each(where, "window", window, len(shape))
-    stride = window if stride is None else each(where, "stride", stride, len(shape))
-    dilation = each(where, "dilation", dilation, len(shape))
+    window = per_dimension(where, "window", window, len(shape))
+    stride = window if stride is None else per_dimension(where, "stride", stride, len(shape))
+    dilation = per_dimension(where, "dilation", dilation, len(shape))
     return window, stride, paddings(where, padding, shape, window, stride, dilation), dilation

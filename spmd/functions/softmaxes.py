@@ -1,4 +1,4 @@
-"""Softmax and kin, and the cross-entropy of classes; also where the classes are spread over workers."""
+"""Softmax, log-softmax and logsumexp, also along an axis that is split over workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import along, axes_of, cast, floating, split_over
+from spmd.functions.arguments import apply_along, as_floating, cast, normalized_axes, require_varying
 from spmd.kernels.cpu.chunks import accurate
 from spmd.operators.reduce import AxisName, pmax, psum
 from spmd.tracebacks import api_boundary
@@ -21,14 +21,14 @@ from spmd.tracebacks import api_boundary
 __all__ = ["log_softmax", "logsumexp", "softmax"]
 
 
-def _itself(h, _ans, _g, y) -> Any:
-    """As a map of g it is symmetric."""
+def _symmetric(h, _ans, _g, y) -> Any:
+    """The rule in g: the map is linear and symmetric."""
     return softmax_rows_vjp(h, y)
 
 
 @primitive(
     "softmax_vjp",
-    _itself,
+    _symmetric,
     lambda h, _ans, g, y: h * (g - np.sum(g * y, axis=-1, keepdims=True)) - g * np.sum(h * y, axis=-1, keepdims=True),
 )
 def softmax_rows_vjp(g, y):
@@ -44,18 +44,18 @@ def softmax_rows(x):
 def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
     """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
 
-    axis_name: the axes of the mesh that split this axis; then it is of the rows of all, by two small all-reduces.
+    axis_name: the axes of the mesh that split this axis; two all-reduces then give the maxima and sums of whole rows.
     Derivative's adjoint: y * (g - sum(g * y)). Raises StateError for an x that does not vary over axis_name.
     """
-    x = floating("spmd.functions.softmax", "x", x)
+    x = as_floating("spmd.functions.softmax", "x", x)
     if axis_name is None:
-        return along(softmax_rows, x, axis, "spmd.functions.softmax")
+        return apply_along(softmax_rows, x, axis, "spmd.functions.softmax")
 
     def rows(x):
         wide, total = logsumexp_over(x, axis_name, "spmd.functions.softmax")
         return cast(scaled_exp(np.ones_like(total), wide, total), x.dtype)
 
-    return along(rows, x, axis, "spmd.functions.softmax")
+    return apply_along(rows, x, axis, "spmd.functions.softmax")
 
 
 @primitive(
@@ -78,24 +78,24 @@ def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
 
     axis_name: as for `softmax`, errors too. Derivative's adjoint: g - softmax(x) * sum(g).
     """
-    x = floating("spmd.functions.log_softmax", "x", x)
+    x = as_floating("spmd.functions.log_softmax", "x", x)
     if axis_name is None:
-        return along(log_softmax_rows, x, axis, "spmd.functions.log_softmax")
+        return apply_along(log_softmax_rows, x, axis, "spmd.functions.log_softmax")
 
     def rows(x):
         wide, total = logsumexp_over(x, axis_name, "spmd.functions.log_softmax")
         return cast(wide - np.expand_dims(total, -1), x.dtype)
 
-    return along(rows, x, axis, "spmd.functions.log_softmax")
+    return apply_along(rows, x, axis, "spmd.functions.log_softmax")
 
 
-def _rowwise(h, _ans, _g, x, y) -> Any:
+def _scaled_exp_g(h, _ans, _g, x, y) -> Any:
     return np.sum(h * scaled_exp(np.ones_like(y), x, y), axis=-1)
 
 
 @primitive(
     "scaled_exp",
-    _rowwise,
+    _scaled_exp_g,
     lambda h, ans, _g, _x, _y: h * ans,
     lambda h, ans, _g, _x, _y: -np.sum(h * ans, axis=-1),
 )
@@ -121,40 +121,40 @@ def logsumexp(
     Derivative's adjoint: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
     """
     where = "spmd.functions.logsumexp"
-    x = floating(where, "x", x)
-    axes = axes_of(where, x, axis)
-    kept = tuple(n for i, n in enumerate(x.shape) if i not in axes)
-    rest = tuple(range(x.ndim - len(axes), x.ndim))
+    x = as_floating(where, "x", x)
+    axes = normalized_axes(where, x, axis)
+    rest_shape = tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    last_axes = tuple(range(x.ndim - len(axes), x.ndim))
     count = prod(x.shape[a] for a in axes)
 
     def as_rows(a):
-        return np.reshape(np.moveaxis(a, axes, rest), (*kept, count))
+        return np.reshape(np.moveaxis(a, axes, last_axes), (*rest_shape, count))
 
     if b is not None:
-        b = floating(where, "b", b)
+        b = as_floating(where, "b", b)
         if len(b.shape) > x.ndim or any(n not in (1, m) for n, m in zip(b.shape[::-1], x.shape[::-1], strict=False)):
             need = f"a shape that broadcasts to {list(x.shape)}"
             raise SpecError.at(where, argument="b", got=describe(b), need=need, mend="reshape it")
         b = as_rows(np.broadcast_to(b, x.shape))
     x = as_rows(x)
     if b is not None:
-        y = _weighted(x, b, axis_name, where)
+        y = _weighted_logsumexp(x, b, axis_name, where)
     else:
         y = _logsumexp(x) if axis_name is None else cast(logsumexp_over(x, axis_name, where)[1], x.dtype)
     return np.expand_dims(y, axes) if keepdims else y
 
 
 def row_max(x):
-    """The largest entry of each row; -inf where there is none."""
+    """The largest entry of each row; -inf for empty rows."""
     return np.max(x, axis=-1) if x.shape[-1] else np.full_like(x, -np.inf, shape=x.shape[:-1])
 
 
-def _weighted(x, b, axis_name: AxisName | None, where: str):
-    """log(sum(b * exp(x))) along the last axis. Entries of weight 0 count for nothing, whatever they are."""
+def _weighted_logsumexp(x, b, axis_name: AxisName | None, where: str):
+    """log(sum(b * exp(x))) along the last axis. Entries of weight 0 do not count, even if they are NaN."""
     x = np.where(b == 0, np.zeros_like(x) - np.inf, x)
     top = row_max(stop_gradient(x))
     if axis_name is not None:
-        split_over(where, x, axis_name)
+        require_varying(where, x, axis_name)
         top = pmax(top, axis_name)
     top = np.where(np.isinf(top), np.zeros_like(top), top)
     total = np.sum(b * np.exp(x - np.expand_dims(top, -1)), axis=-1)
@@ -169,12 +169,12 @@ def accurate_copy(x):
 
 
 def logsumexp_over(x, axis_name: AxisName, where: str):
-    """x, in float32 where it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
-    names, x = split_over(where, x, axis_name), accurate_copy(x)
+    """x, in float32 if it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
+    names, x = require_varying(where, x, axis_name), accurate_copy(x)
     top = pmax(row_max(stop_gradient(x)), names)
-    nothing = np.zeros_like(value_of(top), dtype=np.int64) - 1
+    no_labels = np.zeros_like(value_of(top), dtype=np.int64) - 1
     with np.errstate(divide="ignore"):
-        total = np.log(psum(exp_sums(x, top, nothing)[0], names))
+        total = np.log(psum(exp_sums(x, top, no_labels)[0], names))
     return x, np.where(np.isinf(top), top, total + np.where(np.isinf(top), np.zeros_like(top), top))
 
 

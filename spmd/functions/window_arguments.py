@@ -1,4 +1,4 @@
-"""What functions over windows ask of their arguments: one int for all spatial dimensions, or one for each."""
+"""Arguments of functions over windows: one int for all spatial dimensions, or one for each."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from spmd.errors import SpecError
+from spmd.errors import SpecError, describe
 from spmd.kernels.windows import same_padding
 
-__all__ = ["each", "paddings"]
+__all__ = ["check_spatial", "paddings", "per_dimension"]
 
 Pairs = tuple[tuple[int, int], ...]
 
 
-def each(where: str, argument: str, value: Any, dims: int, least: int = 1) -> tuple[int, ...]:
-    """An int of at least `least` for each of the dimensions."""
-    found = _ints(value if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims)
-    if found is None or len(found) != dims or min(found, default=least) < least:
+def check_spatial(where: str, x: Any) -> None:
+    """Raise unless x is (N, C, *spatial)."""
+    if not 3 <= x.ndim <= 5:
+        need = "shape (N, C, *spatial), with one to three spatial dimensions"
+        mend = "np.reshape(x, (N, C, *spatial)): x[None, None] for one image"
+        raise SpecError.at(where, argument="x", got=describe(x), need=need, mend=mend)
+
+
+def per_dimension(where: str, argument: str, value: Any, dims: int, minimum: int = 1) -> tuple[int, ...]:
+    """An int of at least `minimum` for each of the dimensions."""
+    ints = _ints(value if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims)
+    if ints is None or len(ints) != dims or min(ints, default=minimum) < minimum:
         raise SpecError.at(
             where,
             argument=argument,
             got=repr(value),
-            need=f"an int of at least {least}, or one for each of the {dims} spatial dimensions",
-            mend=f"{argument}={(max(least, 2),) * dims}",
+            need=f"an int of at least {minimum}, or one for each of the {dims} spatial dimensions",
+            mend=f"{argument}={(max(minimum, 2),) * dims}",
         )
-    return found
+    return ints
 
 
 def paddings(
@@ -35,29 +43,29 @@ def paddings(
     window: tuple[int, ...],
     stride: tuple[int, ...],
     dilation: tuple[int, ...],
-    least: int | None = 0,
+    minimum: int | None = 0,
 ) -> Pairs:
     """(low, high) for each of the dimensions. value: an int, an int or a pair for each, "SAME", "SAME_LOWER", "VALID".
 
-    least: the least number that is allowed; None for any.
+    minimum: of each number; None for any.
     """
-    word = value.upper() if isinstance(value, str) else None
-    if word == "VALID":
+    keyword = value.upper() if isinstance(value, str) else None
+    if keyword == "VALID":
         return ((0, 0),) * len(shape)
-    if word in ("SAME", "SAME_LOWER"):
-        of = zip(shape, window, stride, dilation, strict=True)
-        return tuple(same_padding(n, k, s, r, lower=word == "SAME_LOWER") for n, k, s, r in of)
-    found = _pairs(value, len(shape)) if word is None else None
-    if found is None or (least is not None and min((p for pair in found for p in pair), default=least) < least):
+    if keyword in ("SAME", "SAME_LOWER"):
+        dimensions = zip(shape, window, stride, dilation, strict=True)
+        return tuple(same_padding(n, k, s, r, lower=keyword == "SAME_LOWER") for n, k, s, r in dimensions)
+    pairs = _pairs(value, len(shape)) if keyword is None else None
+    if pairs is None or (minimum is not None and min((p for pair in pairs for p in pair), default=minimum) < minimum):
         raise SpecError.at(
             where,
             argument="padding",
             got=repr(value),
-            need=("an int" if least is None else f"an int of at least {least}")
+            need=("an int" if minimum is None else f"an int of at least {minimum}")
             + f', one or a pair (low, high) for each of the {len(shape)} spatial dimensions, "SAME" or "VALID"',
             mend=f"padding={((0, 1),) * len(shape)}",
         )
-    return found
+    return pairs
 
 
 def _pairs(value: Any, dims: int) -> Pairs | None:
@@ -69,7 +77,7 @@ def _pairs(value: Any, dims: int) -> Pairs | None:
 
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...] | None:
-    """The values as ints; None if one of them is none."""
+    """The values as ints; None if one of them is not an int."""
     try:
         return None if any(isinstance(v, bool) for v in values) else tuple(map(operator.index, values))
     except TypeError:

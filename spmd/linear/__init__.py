@@ -1,7 +1,7 @@
 """Linear operators on global arrays, with the algebra of `spmd.operators.algebra`.
 
-    A = spmd.linear_operator(blur, P("x"), P("x"), shape=(1000,)) y = A @ x;  z = A.H @ y;  B = 2 * A.H @ A +
-    identity(A.domain)
+    A = spmd.linear_operator(blur, P("x"), P("x"), shape=(1000,))
+    y = A @ x;  z = A.H @ y;  B = 2 * A.H @ A + identity(A.domain)
 
 The adjoint belongs to the inner product <x, y> = sum(conj(x) * y) over the entries of the global arrays (`spmd.inner`).
 An operator maps one array, or a pytree of arrays, to another. `A.domain` and `A.range` are the same trees with a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from spmd.autodiff import tree
@@ -14,10 +16,11 @@ __all__ = ["BlockDiagonal", "HStack", "VStack"]
 
 
 class _Blocks(LinearOperator):
-    """Several operators as one, on tuples of arrays."""
+    """Several operators as one. Both `H` and `T` are the `_transposed` class of those of the operators."""
 
     __slots__ = ("operators",)
     operators: tuple[LinearOperator, ...]
+    _transposed: ClassVar[type[_Blocks]]
 
     def __init__(self, *operators: LinearOperator):
         if not operators or not all(isinstance(op, LinearOperator) for op in operators):
@@ -29,10 +32,14 @@ class _Blocks(LinearOperator):
                 mend="spmd.linear_operator(f, in_specs, out_specs, shape=...) makes one",
             )
         self.operators = operators
-        self._check()
 
-    def _check(self) -> None:
-        pass
+    @property
+    def H(self):
+        return self._transposed(*(op.H for op in self.operators))
+
+    @property
+    def T(self):
+        return self._transposed(*(op.T for op in self.operators))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Blocks) and (type(self), self.operators) == (type(other), other.operators)
@@ -43,8 +50,8 @@ class _Blocks(LinearOperator):
     def __str__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(str, self.operators))})"
 
-    def _with(self, f):
-        return type(self)(*(op._with(f) for op in self.operators))
+    def _map_parameters(self, f):
+        return type(self)(*(op._map_parameters(f) for op in self.operators))
 
     @property
     def _parameters(self):
@@ -56,9 +63,10 @@ class VStack(_Blocks):
 
     __slots__ = ()
 
-    def _check(self) -> None:
-        for op in self.operators[1:]:
-            check_fit("below", op.domain, self.operators[0].domain, "B that takes")
+    def __init__(self, *operators: LinearOperator):
+        super().__init__(*operators)
+        for op in operators[1:]:
+            check_fit("below", op.domain, operators[0].domain, "B that takes")
 
     @property
     def domain(self):
@@ -71,23 +79,16 @@ class VStack(_Blocks):
     def _apply(self, x):
         return tuple(op(x) for op in self.operators)
 
-    @property
-    def H(self):
-        return HStack(*(op.H for op in self.operators))
-
-    @property
-    def T(self):
-        return HStack(*(op.T for op in self.operators))
-
 
 class HStack(_Blocks):
     """Operators stacked horizontally: (x, y, ...) -> A x + B y + .... The adjoint is `VStack` of the adjoints."""
 
     __slots__ = ()
 
-    def _check(self) -> None:
-        for op in self.operators[1:]:
-            check_fit("beside", op.range, self.operators[0].range, "B that gives")
+    def __init__(self, *operators: LinearOperator):
+        super().__init__(*operators)
+        for op in operators[1:]:
+            check_fit("beside", op.range, operators[0].range, "B that gives")
 
     @property
     def domain(self):
@@ -106,14 +107,6 @@ class HStack(_Blocks):
             total = y if total is None else tree.map(added, total, y)
         return total
 
-    @property
-    def H(self):
-        return VStack(*(op.H for op in self.operators))
-
-    @property
-    def T(self):
-        return VStack(*(op.T for op in self.operators))
-
 
 class BlockDiagonal(_Blocks):
     """Operators on a diagonal: (x, y, ...) -> (A x, B y, ...)."""
@@ -131,10 +124,5 @@ class BlockDiagonal(_Blocks):
     def _apply(self, x):
         return tuple(op(part) for op, part in zip(self.operators, x, strict=True))
 
-    @property
-    def H(self):
-        return BlockDiagonal(*(op.H for op in self.operators))
 
-    @property
-    def T(self):
-        return BlockDiagonal(*(op.T for op in self.operators))
+VStack._transposed, HStack._transposed, BlockDiagonal._transposed = HStack, VStack, BlockDiagonal

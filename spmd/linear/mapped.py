@@ -27,11 +27,7 @@ __all__ = ["linear_operator"]
 
 
 class _Map(Base):
-    """The map of a body.
-
-    Its transpose is the pullback of a tape, or the map of a given body, which `back` makes from the layouts of the
-    results.
-    """
+    """The map of a body. Its transpose is the pullback of a tape, or the map `back` of the user's adjoint."""
 
     def __init__(
         self, f: Callable, domain: Any, mapped: Mapped, back: Callable[[Any], Mapped] | None, params: Any, key: Any
@@ -70,30 +66,30 @@ class _Map(Base):
     def forward(self, x):
         if self.back is None:
             return self.mapped(self.params, x)
-        return self._ruled(self.mapped, lambda op, g: op.T(g))(self.params, x)
+        return self._with_vjp(self.mapped, lambda op, g: op.T(g))(self.params, x)
 
-    def _ruled(self, f: Callable, turned: Callable) -> Callable:
-        """f of (params, x), with the given transpose as its derivative rule for x."""
-        ruled = custom_vjp(lambda params, x: f(params, x))
+    def _with_vjp(self, f: Callable, apply_transpose: Callable) -> Callable:
+        """f(params, x), whose derivative rule for x applies the user's adjoint."""
+        with_rule = custom_vjp(lambda params, x: f(params, x))
 
         def bwd(residuals, g):
             params, x = residuals
             if params is None:
-                return None, turned(View(self), g)
+                return None, apply_transpose(View(self), g)
             grads = vjp(lambda p: f(p, x), params)[1](g)[0]
-            return grads, turned(View(self.replaced(None, params)), g)
+            return grads, apply_transpose(View(self.with_parameters(None, params)), g)
 
-        ruled.defvjp(lambda params, x: (ruled(params, x), (params, x)), bwd)
-        return ruled
+        with_rule.defvjp(lambda params, x: (with_rule(params, x), (params, x)), bwd)
+        return with_rule
 
     def transposed(self, y):
         if self.back is not None:
-            return self._ruled(self._back, lambda op, g: op(g))(self.params, y)
+            return self._with_vjp(self._back, lambda op, g: op(g))(self.params, y)
         if self._pull is None:
             # The pullback of a linear map does not depend on the point, so it is made once.
-            out, self._pull, *_ = vjp(lambda x: self.mapped(self.params, x), self._zeros())
+            result, self._pull, *_ = vjp(lambda x: self.mapped(self.params, x), self._zeros())
             if self._range is None:
-                self._range = tree.map(lambda o: space_of(value_of(o)), out)
+                self._range = tree.map(lambda o: space_of(value_of(o)), result)
         assert self._pull is not None
         return self._pull(y)[0]
 
@@ -104,7 +100,7 @@ class _Map(Base):
         x = self._mapped_back(params, conj_tree(y))
         return conj_tree(admit_element(f"the adjoint of {self.name}", "result", x, self.domain))
 
-    def replaced(self, f, params=None):
+    def with_parameters(self, f, params=None):
         if self.params is None:
             return self
         new = tree.map(f, self.params) if params is None else params
@@ -154,20 +150,20 @@ def linear_operator(
     mesh = mesh_for(mesh, where)
     several = isinstance(in_specs, tuple)
     domain = make_domain(where, in_specs, shape, dtype, like, mesh)
-    given = params is not None
+    has_params = params is not None
 
     def body(params, x):
         xs = x if several else (x,)
-        return f(params, *xs) if given else f(*xs)
+        return f(params, *xs) if has_params else f(*xs)
 
     def back(params, y):
         assert adjoint is not None
         ys = y if isinstance(y, tuple) else (y,)
-        return adjoint(params, *ys) if given else adjoint(*ys)
+        return adjoint(params, *ys) if has_params else adjoint(*ys)
 
     name = getattr(f, "__name__", None) or _short_name(f)
     body.__name__, back.__name__ = name, f"the adjoint of {name}"
-    param_specs = param_specs if given else None
+    param_specs = param_specs if has_params else None
     mapped: Any = spmd_map(body, (param_specs, in_specs), out_specs, mesh=mesh)
     mapped_back: Any = None
     if adjoint is not None:

@@ -18,7 +18,7 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["LinearOperator", "identity", "zero"]
 
-_DENSE = 4096
+_DENSE_MAX = 4096
 """The most rows or columns of a dense matrix without force=True."""
 
 
@@ -43,7 +43,7 @@ class LinearOperator(Linear):
         """The image of an element of the domain."""
         raise NotImplementedError
 
-    def _with(self, f: Callable[[Any], Any]) -> LinearOperator:
+    def _map_parameters(self, f: Callable[[Any], Any]) -> LinearOperator:
         """The same operator with f applied to each array among its parameters."""
         raise NotImplementedError
 
@@ -116,11 +116,11 @@ class LinearOperator(Linear):
         than 4096 rows or columns. Collective under MPI.
         """
         m, n = self.shape
-        if max(m, n) > _DENSE and not force:
+        if max(m, n) > _DENSE_MAX and not force:
             raise LayoutError.at(
                 f"({self}).dense",
                 got=f"an operator of {m} x {n}",
-                need=f"at most {_DENSE} rows and columns",
+                need=f"at most {_DENSE_MAX} rows and columns",
                 mend="dense(force=True), if the matrix is wanted",
             )
         matrix = np.zeros((m, n), self.dtype)
@@ -184,8 +184,8 @@ class _Expression(LinearOperator, Terms):
             total = y if total is None else tree.map(added, total, y)
         return total
 
-    def _with(self, f):
-        terms = tuple((c, tuple(factor._with(f) for factor in factors)) for c, factors in self._terms)  # type: ignore[attr-defined]
+    def _map_parameters(self, f):
+        terms = tuple((c, tuple(factor._map_parameters(f) for factor in factors)) for c, factors in self._terms)  # type: ignore[attr-defined]
         return _Expression(terms, self._domain, self._range)
 
     @property

@@ -29,25 +29,24 @@ class _SciPy(Base):
         self.name, self.parameters = type(op).__name__, []
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SciPy) and (
-            self.op is other.op and (self.domain, self.range) == (other.domain, other.range)
-        )
+        if not isinstance(other, _SciPy) or self.op is not other.op:
+            return False
+        return (self.domain, self.range) == (other.domain, other.range)
 
     def __hash__(self) -> int:
         return hash(id(self.op))
 
     def forward(self, x):
-        return self._ruled(lambda v: self.linear.matvec(v), self.range, lambda g: self.transposed(g))(x)
+        return self._with_vjp(lambda v: self.linear.matvec(v), self.range, lambda g: self.transposed(g))(x)
 
     def transposed(self, y):
-        return self._ruled(lambda v: np.conj(self.linear.rmatvec(np.conj(v))), self.domain, lambda g: self.forward(g))(
-            y
-        )
+        rmatvec = lambda v: np.conj(self.linear.rmatvec(np.conj(v)))
+        return self._with_vjp(rmatvec, self.domain, lambda g: self.forward(g))(y)
 
-    def _ruled(self, f, out: Space, back):
-        ruled = custom_vjp(lambda x: unflat(np.asarray(f(flat(x))), out))
-        ruled.defvjp(lambda x: (ruled(x), None), lambda _, g: (back(g),))
-        return ruled
+    def _with_vjp(self, f, space: Space, back):
+        with_rule = custom_vjp(lambda x: unflat(np.asarray(f(flat(x))), space))
+        with_rule.defvjp(lambda x: (with_rule(x), None), lambda _, g: (back(g),))
+        return with_rule
 
 
 @api_boundary
@@ -65,16 +64,16 @@ def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=No
     out_shape = shape if out_shape is None and m == n else out_shape
     out_spec = in_spec if out_spec is None else out_spec
     spaces = []
-    for argument, given, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
-        full = (size,) if given is None else tuple(given)
-        if math.prod(full) != size:
+    for argument, user_shape, spec, size in (("shape", shape, in_spec, n), ("out_shape", out_shape, out_spec, m)):
+        array_shape = (size,) if user_shape is None else tuple(user_shape)
+        if math.prod(array_shape) != size:
             raise LayoutError.at(
                 where,
                 argument=argument,
-                got=str(full),
+                got=str(array_shape),
                 need=f"a shape of {size} entries, for an operator of {m} x {n}",
                 mend=f"({size},), or leave it out",
             )
-        spec.check(mesh.axes, where, argument, len(full))
-        spaces.append(Space(dtype, mesh.layout(full, spec, where, argument), mesh))
+        spec.check(mesh.axes, where, argument, len(array_shape))
+        spaces.append(Space(dtype, mesh.layout(array_shape, spec, where, argument), mesh))
     return View(_SciPy(op, *spaces))

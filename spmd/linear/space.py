@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
+from spmd.array import PartitionedArray, layout_of
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.tracer import value_of
@@ -68,7 +68,7 @@ class Space:
         return self.from_blocks_of(lambda shape, _place: np.zeros(shape, self.dtype))
 
     def from_blocks_of(self, f: Callable[[tuple[int, ...], tuple[int, ...]], np.ndarray]) -> PartitionedArray:
-        """An array of f(shape, place) for each block, at a place of the whole."""
+        """The array with the blocks f(shape, start), start being the index of a block's first entry in the whole."""
 
         def block(w: int) -> Any:
             at = tuple(s.start for s in self.layout.slices(w))
@@ -78,12 +78,11 @@ class Space:
         return PartitionedArray(self.mesh.shared(self.layout, block), self.layout, self.mesh)
 
     def convert(self, x: Any) -> Any:
-        """An array of this shape as this space has it: laid out, and of its dtype. Differentiable."""
-        value = value_of(x)
-        have = value.layout if isinstance(value, PartitionedArray) else None
-        if value.dtype != self.dtype:
+        """An array of this shape, with the dtype and layout of this space. Differentiable."""
+        layout = layout_of(x)
+        if value_of(x).dtype != self.dtype:
             x = x.astype(self.dtype)
-        return x if have == self.layout else move_to_layout(x, have, self.layout, self.mesh)
+        return x if layout == self.layout else move_to_layout(x, layout, self.layout, self.mesh)
 
 
 def space_of(x: PartitionedArray) -> Space:
@@ -110,14 +109,14 @@ _NUMBER_TYPES = (PartitionedArray, bool, int, float, complex)
 
 
 def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
-    """x as an element of a space; raises if it is none."""
-    spaces, need = tree.flatten(space)
-    leaves, have = tree.flatten(x)
+    """x as an element of a space. Raises LayoutError or MeshError if it does not fit."""
+    spaces, expected = tree.flatten(space)
+    leaves, structure = tree.flatten(x)
     leaves = [
         a if type(value_of(a)) in _NUMBER_TYPES or on_device(a) else admit(a, where, argument, error=LayoutError)
         for a in leaves
     ]
-    fits = have == need and all(hasattr(value_of(a), "shape") for a in leaves)
+    fits = structure == expected and all(hasattr(value_of(a), "shape") for a in leaves)
     if not fits:
         raise LayoutError.at(
             where,
@@ -148,7 +147,7 @@ def admit_element(where: str, argument: str, x: Any, space: Any) -> Any:
             raise LayoutError.at(
                 where, argument=argument, got=describe(a), need="numbers", mend=f"x.astype({s.dtype.name!r})"
             )
-    return tree.unflatten(need, [s.convert(a) for a, s in zip(leaves, spaces, strict=True)])
+    return tree.unflatten(expected, [s.convert(a) for a, s in zip(leaves, spaces, strict=True)])
 
 
 def show_spaces(x: Any) -> str:
@@ -158,21 +157,21 @@ def show_spaces(x: Any) -> str:
     return texts[0] if len(texts) == 1 and leaves[0] is x else f"{treedef!s} of {', '.join(texts)}"
 
 
-def check_fit(sign: str, have: Any, need: Any, what: str) -> None:
+def check_fit(sign: str, actual: Any, expected: Any, what: str) -> None:
     """Raise if the range of one operator is not the domain of the next; the sizes of blocks may differ."""
 
     def keys(space):
         return [(s.shape, s.spec, s.mesh) for s in tree.leaves(space)]
 
-    same = tree.structure(have) == tree.structure(need)
-    if same and keys(have) == keys(need):
+    same = tree.structure(actual) == tree.structure(expected)
+    if same and keys(actual) == keys(expected):
         return
-    shapes = same and [k[0] for k in keys(have)] == [k[0] for k in keys(need)]
+    shapes = same and [k[0] for k in keys(actual)] == [k[0] for k in keys(expected)]
     raise (SpecError if shapes else LayoutError)(
         message(
             f"A {sign} B",
-            got=f"{what} {show_spaces(have)}" + (f" on {tree.leaves(have)[0].mesh}" * shapes),
-            need=show_spaces(need) + (f" on {tree.leaves(need)[0].mesh}" * shapes),
+            got=f"{what} {show_spaces(actual)}" + (f" on {tree.leaves(actual)[0].mesh}" * shapes),
+            need=show_spaces(expected) + (f" on {tree.leaves(expected)[0].mesh}" * shapes),
             mend="make both with one spec and one mesh" if shapes else "compose operators whose shapes fit",
         )
     )
@@ -217,8 +216,8 @@ def make_domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, me
                 need="one for each argument",
                 mend="shape=((4,), (3, 2)) for in_specs=(P(), P('x'))",
             )
-        made = tuple(_Like(s, t) for s, t in zip(shapes, dtypes, strict=True))
-        like = made if several else made[0]
+        templates = tuple(_Like(s, t) for s, t in zip(shapes, dtypes, strict=True))
+        like = templates if several else templates[0]
     leaves = spread(where, "x", "in_specs", in_specs, like)
     spaces = []
     for leaf in leaves:
@@ -236,8 +235,6 @@ def make_domain(where: str, in_specs: Any, shape: Any, dtype: Any, like: Any, me
 
 
 class _Like:
-    """A shape and a dtype."""
-
     def __init__(self, shape: Sequence[int] | int, dtype: Any):
         self.shape = (int(shape),) if isinstance(shape, int | np.integer) else tuple(int(n) for n in shape)
         self.dtype = np.dtype(dtype)

@@ -23,19 +23,19 @@ class Base:
     def transposed(self, y: Any) -> Any:
         raise NotImplementedError
 
-    def replaced(self, f: Callable[[Any], Any]) -> Base:
+    def with_parameters(self, f: Callable[[Any], Any]) -> Base:
         return self
 
 
 class View(LinearOperator):
-    """A map itself (""), its adjoint ("H"), its transpose ("T"), or its conjugate ("conj")."""
+    """A view of a map: itself (""), its adjoint ("H"), its transpose ("T"), or its conjugate ("conj")."""
 
     __slots__ = ("base", "mode")
 
     def __init__(self, base: Base, mode: str = ""):
         self.base, self.mode = base, mode
 
-    def _turned(self, table: Mapping[str, str]) -> View:
+    def _view(self, table: Mapping[str, str]) -> View:
         mode = table[self.mode]
         if self.dtype.kind != "c":  # a real matrix is its own conjugate
             mode = {"T": "H", "conj": ""}.get(mode, mode)
@@ -43,11 +43,11 @@ class View(LinearOperator):
 
     @property
     def H(self) -> LinearOperator:
-        return self._turned({"": "H", "H": "", "T": "conj", "conj": "T"})
+        return self._view({"": "H", "H": "", "T": "conj", "conj": "T"})
 
     @property
     def T(self) -> LinearOperator:
-        return self._turned({"": "T", "T": "", "H": "conj", "conj": "H"})
+        return self._view({"": "T", "T": "", "H": "conj", "conj": "H"})
 
     @property
     def domain(self) -> Any:
@@ -61,8 +61,8 @@ class View(LinearOperator):
         f = self.base.forward if self.mode in ("", "conj") else self.base.transposed
         return f(x) if self.mode in ("", "T") else conj_tree(f(conj_tree(x)))
 
-    def _with(self, f):
-        return View(self.base.replaced(f), self.mode)
+    def _map_parameters(self, f):
+        return View(self.base.with_parameters(f), self.mode)
 
     @property
     def _parameters(self):

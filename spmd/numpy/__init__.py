@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from spmd.autodiff.namespace import namespace
-from spmd.lazy_imports import absent
+from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ __all__ = [name for name in dir(namespace) if name[0] != "_"]  # pyright: ignore
 @api_boundary
 def __getattr__(name: str):
     try:
-        found = importlib.import_module(f"{__name__}.{name}") if name in _PARTS else getattr(namespace, name)
+        value = importlib.import_module(f"{__name__}.{name}") if name in _PARTS else getattr(namespace, name)
     except AttributeError:
-        raise absent(__name__, name) from None
-    globals()[name] = found
-    return found
+        raise missing_name_error(__name__, name) from None
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

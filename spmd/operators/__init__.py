@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 
-__getattr__, __dir__ = late(
+__getattr__, __dir__ = lazy_attributes(
     "spmd.operators",
     {
         "spmd.operators.all_to_all": ("AllToAll", "RaggedAllToAll"),

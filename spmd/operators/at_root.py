@@ -22,7 +22,7 @@ from spmd.autodiff.tape import refusing
 from spmd.autodiff.tracer import Array
 from spmd.autodiff.transform_arguments import innermost, lower, on, unstated
 from spmd.autodiff.transforms import joint, pullback_of
-from spmd.errors import ClosureError, JitError, StateError, again, class_name, describe
+from spmd.errors import ClosureError, JitError, StateError, class_name, describe, rebuilt_error
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
@@ -380,7 +380,7 @@ def _decoded(structure, leaves: Iterator):
 
 def _same_error(report: dict[str, str], who: str) -> Exception:
     """A copy of the error that the root raised in another process."""
-    error = again(report["error"], report["text"])
+    error = rebuilt_error(report["error"], report["text"])
     error.add_note(f"raised in spmd.at_root by {who}:\n{report['trace']}")
     return error
 

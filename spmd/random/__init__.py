@@ -1,7 +1,7 @@
 """Random numbers: global arrays that are the same on every mesh, and generators for bodies.
 
-    key = spmd.random.key(0) keys = spmd.random.split(key, 3) w = spmd.random.normal(keys[0], (1000, 300), np.float32,
-    spec=P(None, "model"))
+    keys = spmd.random.split(spmd.random.key(0), 3)
+    w = spmd.random.normal(keys[0], (1000, 300), np.float32, spec=P(None, "model"))
 
 As in `jax.random`, a key determines the numbers, and each use takes a new key. Entry i of an array depends only on the
 key and on the position i in the whole array. So every worker can make its own block, and the whole array is the same to
@@ -16,15 +16,14 @@ numbers.
 The generator is Philox4x32-10 (`spmd.kernels.reference.philox`).
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spmd.lazy_imports import absent
+from spmd.lazy_imports import lazy_attributes
 from spmd.random.distributions import bernoulli, bits, exponential, gumbel, normal, randint, truncated_normal, uniform
 from spmd.random.generator import default_rng
 from spmd.random.keys import fold_in, key, split
 from spmd.random.layouts import like
 from spmd.random.sampling import categorical, choice, permutation
-from spmd.tracebacks import api_boundary
 
 __all__ = [
     "bernoulli",
@@ -46,7 +45,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-
-    @api_boundary
-    def __getattr__(name: str) -> Any:
-        raise absent(__name__, name)
+    __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -17,19 +17,18 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 
 
-def key_words(where: str, given: Any) -> Any:
-    """The two words of a key."""
-    found = np.asarray(given) if type(given) is PartitionedArray else value_of(given)
-    found = found if on_device(found) else admit(found, where, "key", error=SpecError, need="one key, uint32[2]")
-    if getattr(found, "dtype", None) != np.uint32 or found.shape != (2,):
+def key_words(where: str, key: Any) -> Any:
+    words = np.asarray(key) if type(key) is PartitionedArray else value_of(key)
+    words = words if on_device(words) else admit(words, where, "key", error=SpecError, need="one key, uint32[2]")
+    if getattr(words, "dtype", None) != np.uint32 or words.shape != (2,):
         raise SpecError.at(
             where,
             argument="key",
-            got=describe(given),
+            got=describe(key),
             need="one key, uint32[2]",
             mend="spmd.random.key(seed); of several keys one: keys[i]",
         )
-    return found
+    return words
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -42,7 +41,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 Shape = int | Sequence[int]
 
 
-def array(where: str, argument: str, x: Any) -> Any:
+def as_array(where: str, argument: str, x: Any) -> Any:
     """x as an array, if it can be one."""
     if isinstance(x, list | tuple) or any(hasattr(type(x), name) for name in ("__array__", "toarray")):
         if isinstance(x, np.generic):
@@ -51,37 +50,37 @@ def array(where: str, argument: str, x: Any) -> Any:
     return x
 
 
-def checked_shape(where: str, given: Any, argument: str = "shape") -> tuple[int, ...]:
+def checked_shape(where: str, lengths: Any, argument: str = "shape") -> tuple[int, ...]:
     try:
-        shape = (operator.index(given),) if np.ndim(given) == 0 else tuple(map(operator.index, given))
+        shape = (operator.index(lengths),) if np.ndim(lengths) == 0 else tuple(map(operator.index, lengths))
     except (TypeError, ValueError):
         shape = (-1,)
     if min(shape, default=0) < 0 or math.prod(shape) >= 1 << 62:
         raise SpecError.at(
             where,
             argument=argument,
-            got=describe(given),
+            got=describe(lengths),
             need="the lengths of the whole array, less than 2**62 entries",
             mend="shape=(3, 4)",
         )
     return shape
 
 
-def checked_dtype(where: str, given: Any, need: str, mend: str) -> np.dtype:
+def checked_dtype(where: str, value: Any, need: str, mend: str) -> np.dtype:
     try:
-        return np.dtype(given)
+        return np.dtype(value)
     except TypeError:
-        raise SpecError.at(where, argument="dtype", got=describe(given), need=need, mend=f"dtype={mend}") from None
+        raise SpecError.at(where, argument="dtype", got=describe(value), need=need, mend=f"dtype={mend}") from None
 
 
 def checked_float(where: str, dtype: Any) -> np.dtype:
-    found = checked_dtype(where, dtype, "float32, float64, float16 or bfloat16", "np.float32")
-    if found.name not in ("float16", "bfloat16", "float32", "float64"):
+    checked = checked_dtype(where, dtype, "float32, float64, float16 or bfloat16", "np.float32")
+    if checked.name not in ("float16", "bfloat16", "float32", "float64"):
         raise SpecError.at(
             where,
             argument="dtype",
-            got=str(found),
+            got=str(checked),
             need="float32, float64, float16 or bfloat16",
             mend="dtype=np.float32; of complex numbers draw both parts",
         )
-    return found
+    return checked

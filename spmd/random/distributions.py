@@ -11,20 +11,20 @@ from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import Mesh
-from spmd.random.arguments import Shape, array, checked_dtype, checked_float, checked_shape
+from spmd.random.arguments import Shape, as_array, checked_dtype, checked_float, checked_shape
 from spmd.random.drawing import draw
 from spmd.tracebacks import api_boundary
 
 __all__ = ["bernoulli", "bits", "exponential", "gumbel", "normal", "randint", "truncated_normal", "uniform"]
 
 
-def _holds(dtype: np.dtype, *numbers: float) -> bool:
+def _are_finite_in(dtype: np.dtype, *numbers: float) -> bool:
     """Whether these numbers are finite in a dtype."""
     with np.errstate(over="ignore"):
         return all(math.isfinite(np.asarray(n).astype(dtype)) for n in numbers)
 
 
-def _ordered(where: str, **numbers: Any) -> None:
+def _check_order(where: str, **numbers: Any) -> None:
     """Raise unless the options are numbers and the first is at most the second."""
     (first, low), (last, high) = numbers.items()
     if not all(isinstance(n, int | float | np.integer | np.floating) for n in (low, high)) or not low <= high:
@@ -41,10 +41,10 @@ def _ordered(where: str, **numbers: Any) -> None:
 def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
     """Random integers over the full range of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
-    found = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
-    if found not in (np.dtype(np.uint32), np.dtype(np.uint64)):
-        raise SpecError.at(where, argument="dtype", got=str(found), need="uint32 or uint64", mend="bits(...) >> 24")
-    return draw(where, key, "random_bits", checked_shape(where, shape), found, spec, mesh)
+    checked = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
+    if checked not in (np.dtype(np.uint32), np.dtype(np.uint64)):
+        raise SpecError.at(where, argument="dtype", got=str(checked), need="uint32 or uint64", mend="bits(...) >> 24")
+    return draw(where, key, "random_bits", checked_shape(where, shape), checked, spec, mesh)
 
 
 @api_boundary
@@ -60,9 +60,9 @@ def uniform(
 ):
     """Uniformly distributed numbers in [minval, maxval)."""
     where, dtype = "spmd.random.uniform", checked_float("spmd.random.uniform", dtype)
-    _ordered(where, minval=minval, maxval=maxval)
-    ends = float(minval), float(maxval)
-    if not _holds(dtype, *ends) or not _holds(accurate(dtype), ends[1] - ends[0]):
+    _check_order(where, minval=minval, maxval=maxval)
+    bounds = float(minval), float(maxval)
+    if not _are_finite_in(dtype, *bounds) or not _are_finite_in(accurate(dtype), bounds[1] - bounds[0]):
         raise SpecError.at(
             where,
             argument="minval and maxval",
@@ -70,7 +70,7 @@ def uniform(
             need=f"two numbers that {dtype} holds, and not infinitely far apart",
             mend="minval=0.0, maxval=1.0",
         )
-    return draw(where, key, "random_uniform", checked_shape(where, shape), dtype, spec, mesh, *ends)
+    return draw(where, key, "random_uniform", checked_shape(where, shape), dtype, spec, mesh, *bounds)
 
 
 @api_boundary
@@ -95,22 +95,19 @@ def truncated_normal(
 
     The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are available.
     """
-    where, dtype = (
-        "spmd.random.truncated_normal",
-        checked_float("spmd.random.truncated_normal", dtype),
-    )
-    _ordered(where, lower=lower, upper=upper)
-    reach = 8 if dtype.itemsize == 8 else 5
-    if lower > reach or upper < -reach or lower == upper:
+    where, dtype = "spmd.random.truncated_normal", checked_float("spmd.random.truncated_normal", dtype)
+    _check_order(where, lower=lower, upper=upper)
+    limit = 8 if dtype.itemsize == 8 else 5
+    if lower > limit or upper < -limit or lower == upper:
         raise SpecError.at(
             where,
             argument="lower and upper",
             got=f"{lower} and {upper}",
-            need=f"an interval that reaches within {reach} of 0, in {dtype}",
+            need=f"an interval that reaches within {limit} of 0, in {dtype}",
             mend="lower + exponential(key, shape) / lower is near such a tail",
         )
-    ends = float(lower), float(upper)
-    return draw(where, key, "random_truncated", checked_shape(where, shape), dtype, spec, mesh, *ends)
+    bounds = float(lower), float(upper)
+    return draw(where, key, "random_truncated", checked_shape(where, shape), dtype, spec, mesh, *bounds)
 
 
 @api_boundary
@@ -134,30 +131,32 @@ def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh:
     Raises SpecError for a p on the host outside of [0, 1].
     """
     where = "spmd.random.bernoulli"
-    p = array(where, "p", p)
-    _probabilities(where, p)
-    wide = np.shape(p)
-    drawn = uniform(key, wide if shape is None else checked_shape(where, shape), np.float32, spec=spec, mesh=mesh)
-    long = drawn.shape
-    if len(wide) > len(long) or any(n not in (1, m) for n, m in zip(reversed(wide), reversed(long), strict=False)):
+    p = as_array(where, "p", p)
+    _check_probabilities(where, p)
+    p_shape = np.shape(p)
+    drawn = uniform(key, p_shape if shape is None else checked_shape(where, shape), np.float32, spec=spec, mesh=mesh)
+    shape_drawn = drawn.shape
+    if len(p_shape) > len(shape_drawn) or any(
+        n not in (1, m) for n, m in zip(reversed(p_shape), reversed(shape_drawn), strict=False)
+    ):
         raise SpecError.at(
             where,
             argument="p",
             got=describe(p),
-            need=f"a number, or an array that broadcasts to {list(long)}: every entry is drawn by itself",
-            mend=f"shape={wide}, or no shape",
+            need=f"a number, or an array that broadcasts to {list(shape_drawn)}: every entry is drawn by itself",
+            mend=f"shape={p_shape}, or no shape",
         )
     return drawn < p
 
 
-def _probabilities(where: str, p: Any) -> None:
+def _check_probabilities(where: str, p: Any) -> None:
     """Raise unless p holds numbers in [0, 1]. Arrays on a device or laid out over workers are not read."""
-    bare: Any = value_of(p)
-    known = isinstance(bare, np.ndarray | int | float | np.generic) and np.asarray(bare).dtype.kind in "biuf"
-    if known and np.all((np.asarray(bare) >= 0) & (np.asarray(bare) <= 1)):
+    value: Any = value_of(p)
+    is_readable = isinstance(value, np.ndarray | int | float | np.generic) and np.asarray(value).dtype.kind in "biuf"
+    if is_readable and np.all((np.asarray(value) >= 0) & (np.asarray(value) <= 1)):
         return
-    elsewhere = None if known else getattr(bare, "dtype", None)
-    if elsewhere is not None and elsewhere.kind in "biufV":
+    dtype = None if is_readable else getattr(value, "dtype", None)
+    if dtype is not None and dtype.kind in "biufV":
         return
     need, mend = "probabilities: numbers from 0 to 1", "np.clip(p, 0, 1)"
     raise SpecError.at(where, argument="p", got=describe(p), need=need, mend=mend)
@@ -170,9 +169,9 @@ def randint(
     """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval)."""
     where = "spmd.random.randint"
     dtype = checked_dtype(where, dtype, "an integer dtype", "int")
-    ends = minval, maxval
-    fits = dtype.kind in "iu" and all(isinstance(n, int | np.integer) for n in ends)
-    if not fits or not np.iinfo(dtype).min <= minval < maxval <= np.iinfo(dtype).max + 1:
+    bounds = minval, maxval
+    are_integers = dtype.kind in "iu" and all(isinstance(n, int | np.integer) for n in bounds)
+    if not are_integers or not np.iinfo(dtype).min <= minval < maxval <= np.iinfo(dtype).max + 1:
         raise SpecError.at(
             where,
             argument="minval and maxval",
@@ -189,11 +188,11 @@ def randint(
         shape, words = words.shape, words.reshape(-1)  # scalars would warn when they wrap
         w1, w0 = words >> half, words & mask
         if span == 1 << 64:
-            found = words
+            upper = words
         else:
             middle = w1 * s0 + (w0 * s0 >> half)
-            found = w1 * s1 + (middle >> half) + ((middle & mask) + w0 * s1 >> half)
-        return (found + np.uint64(low % (1 << 64))).astype(dtype).reshape(shape)
+            upper = w1 * s1 + (middle >> half) + ((middle & mask) + w0 * s1 >> half)
+        return (upper + np.uint64(low % (1 << 64))).astype(dtype).reshape(shape)
 
     words = np.dtype(np.uint64)
-    return draw(where, key, "random_bits", checked_shape(where, shape), words, spec, mesh, then=scaled)
+    return draw(where, key, "random_bits", checked_shape(where, shape), words, spec, mesh, transform=scaled)

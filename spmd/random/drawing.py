@@ -8,20 +8,15 @@ from typing import Any
 from spmd import kernels
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe
-from spmd.layout import Layout, Spec
+from spmd.layout import Spec
 from spmd.mesh import WORKER, Mesh
 from spmd.operators.varying import varying
 from spmd.placement import mesh_for
 from spmd.random.arguments import key_words, varying_axes
 from spmd.transport.handles import read_only
 
-SPLITS, FOLDS = 1, 2
+SPLIT_STREAM, FOLD_STREAM = 1, 2
 """The streams of a key for `split` and `fold_in`; numbers come from stream 0."""
-
-
-def draw_whole(where: str, key: Any, kernel: str, shape: tuple[int, ...], dtype: Any, *more: Any) -> Any:
-    """The whole array that a kernel draws."""
-    return draw(where, key, kernel, shape, dtype, None, None, *more)
 
 
 def draw(
@@ -32,41 +27,44 @@ def draw(
     dtype: Any,
     spec: Any,
     mesh: Mesh | None,
-    *more: Any,
-    then: Callable[[Any], Any] = lambda x: x,
+    *options: Any,
+    transform: Callable[[Any], Any] = lambda x: x,
 ) -> Any:
     """The numbers of a kernel: the whole array, this worker's block of it, or the blocks of this process."""
     words = key_words(where, key)
     worker = WORKER.get()
-
-    def make(box: Any, on: Mesh | None, w: int) -> Any:
-        """The numbers of a box, on the device of a worker."""
-        if on is None or on.places is None:
-            return then(getattr(kernels.of(words), kernel)(words, shape, box, dtype, *more))
-        with on.places.at(w):
-            moved = on.places.moved(words, w)
-            return then(getattr(kernels.of(moved), kernel)(moved, shape, box, dtype, *more))
-
-    if spec is None:
-        whole = tuple((0, n) for n in shape)
-        numbers = make(whole, worker.mesh, worker.index) if worker is not None else make(whole, None, 0)
-        return with_state(numbers, varying_axes(key))
-    if not isinstance(spec, Spec):
+    if spec is not None and not isinstance(spec, Spec):
         raise SpecError.at(
             where, argument="spec", got=describe(spec), need="a P, or a Layout", mend='spec=P("x", None)'
         )
-    on = worker.mesh if worker is not None else mesh_for(mesh, where)
-    spec.check(on.axes, where, "spec", len(shape))
-    layout = on.layout(shape, spec, where)
     if worker is not None:
-        return with_state(_block(make, layout, on, worker.index), layout.varying | varying_axes(key))
-    return PartitionedArray(on.shared(layout, lambda w: read_only(_block(make, layout, on, w))), layout, on)
+        mesh = worker.mesh
+    else:
+        mesh = None if spec is None else mesh_for(mesh, where)
+    places = None if mesh is None else mesh.places
 
+    def numbers_in(box: Any, w: int) -> Any:
+        """The numbers of a box, on the device of a worker."""
+        if places is None:
+            return transform(getattr(kernels.of(words), kernel)(words, shape, box, dtype, *options))
+        with places.at(w):
+            moved = places.moved(words, w)
+            return transform(getattr(kernels.of(moved), kernel)(moved, shape, box, dtype, *options))
 
-def _block(make: Callable[[Any, Mesh, int], Any], layout: Layout, on: Mesh, worker: int) -> Any:
-    if not layout.shape and layout.positions(worker) is None:  # a scalar that another worker holds
-        return make((), on, worker).reshape(1)[:0]
-    return make(layout.boxes[worker], on, worker)
+    if mesh is None or spec is None:
+        whole = tuple((0, n) for n in shape)
+        return with_state(numbers_in(whole, 0 if worker is None else worker.index), varying_axes(key))
+    spec.check(mesh.axes, where, "spec", len(shape))
+    layout = mesh.layout(shape, spec, where)
+
+    def block(w: int) -> Any:
+        if not shape and layout.positions(w) is None:  # a scalar that another worker holds
+            return numbers_in((), w).reshape(1)[:0]
+        return numbers_in(layout.boxes[w], w)
+
+    if worker is not None:
+        return with_state(block(worker.index), layout.varying | varying_axes(key))
+    return PartitionedArray(mesh.shared(layout, lambda w: read_only(block(w))), layout, mesh)
 
 
 def with_state(x: Any, axes: frozenset[str]) -> Any:

@@ -16,7 +16,7 @@ from spmd.tracebacks import api_boundary
 __all__ = ["default_rng"]
 
 
-_DEFAULT = "spmd.random.default_rng"
+_WHERE = "spmd.random.default_rng"
 
 
 class Generator:
@@ -32,21 +32,21 @@ class Generator:
         return Generator, (self.rng, self.axes)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.rng, name)
-        if name.startswith("_") or not callable(found):
-            return found
+        attribute = getattr(self.rng, name)
+        if name.startswith("_") or not callable(attribute):
+            return attribute
         if name == "spawn":
             return lambda n_children: [Generator(rng, self.axes) for rng in self.rng.spawn(n_children)]
 
         def draw(*args, **kwargs):
-            drawn = found(*args, **kwargs)
+            drawn = attribute(*args, **kwargs)
             return varying(drawn, self.axes) if isinstance(drawn, np.ndarray | np.generic | int | float) else drawn
 
-        draw.__name__, draw.__doc__ = name, found.__doc__
+        draw.__name__, draw.__doc__ = name, attribute.__doc__
         return draw
 
     def __repr__(self) -> str:
-        return f"<{_DEFAULT}, {f'varying over {self.axes}' if self.axes else 'the same on all workers'}>"
+        return f"<{_WHERE}, {f'varying over {self.axes}' if self.axes else 'the same on all workers'}>"
 
 
 @api_boundary
@@ -67,7 +67,7 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
     seeds = [seed] if isinstance(seed, int | np.integer) else seed
     if not isinstance(seeds, Sequence) or not all(isinstance(s, int | np.integer) and s >= 0 for s in seeds):
         raise SpecError.at(
-            _DEFAULT,
+            _WHERE,
             argument="seed",
             got=describe(seed),
             need="a non-negative integer, or a sequence of them: a stream that can be drawn again",
@@ -75,9 +75,9 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
         )
     if WORKER.get() is None and not axis_name:
         return np.random.default_rng([int(s) for s in seeds])
-    worker = here(_DEFAULT)
-    axes = worker.mesh.names(axis_name, _DEFAULT)
+    worker = here(_WHERE)
+    axes = worker.mesh.names(axis_name, _WHERE)
     # The names distinguish streams along different axes.
-    place = (zlib.crc32(" ".join(axes).encode()), worker.group(axes).index) if axes else ()
-    stream = np.random.SeedSequence([int(s) for s in seeds], spawn_key=place)
+    spawn_key = (zlib.crc32(" ".join(axes).encode()), worker.group(axes).index) if axes else ()
+    stream = np.random.SeedSequence([int(s) for s in seeds], spawn_key=spawn_key)
     return Generator(np.random.default_rng(stream), axes)

@@ -10,7 +10,7 @@ from spmd import kernels
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.random.arguments import Shape, checked_shape, key_words, varying_axes
-from spmd.random.drawing import FOLDS, SPLITS, draw_whole, with_state
+from spmd.random.drawing import FOLD_STREAM, SPLIT_STREAM, draw, with_state
 from spmd.tracebacks import api_boundary
 
 __all__ = ["fold_in", "key", "split"]
@@ -38,7 +38,7 @@ def key(seed: int) -> np.ndarray:
 def split(key, num: Shape = 2):
     """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up."""
     shape = (*checked_shape("spmd.random.split", num, "num"), 2)
-    return draw_whole("spmd.random.split", key, "random_bits", shape, np.uint32, SPLITS)
+    return draw("spmd.random.split", key, "random_bits", shape, np.uint32, None, None, SPLIT_STREAM)
 
 
 @api_boundary
@@ -57,7 +57,7 @@ def fold_in(key, data):
             need="one integer, not negative",
             mend="fold_in(key, step); of several numbers one after the other",
         )
-    found = key_words(where, key)
+    words = key_words(where, key)
     box = ((2 * number, 2 * number + 2),)
-    made = kernels.of(found).random_bits(found, (1 << 63,), box, np.uint32, FOLDS)
-    return with_state(made, varying_axes(key) | varying_axes(data))
+    new_words = kernels.of(words).random_bits(words, (1 << 63,), box, np.uint32, FOLD_STREAM)
+    return with_state(new_words, varying_axes(key) | varying_axes(data))

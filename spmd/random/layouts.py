@@ -39,25 +39,25 @@ def like(x, spec: P) -> Layout:
             where, argument="x", got=describe(x), need="a block, which has a shape", mend="np.asarray(x)"
         )
     spec.check(worker.mesh.axes, where, "spec", len(x.shape))
-    more = sorted(varying_axes(x) - spec.varying)
-    if more:
+    extra = sorted(varying_axes(x) - spec.varying)
+    if extra:
         raise StateError.at(
             where,
             argument="spec",
-            got=f"{spec} for {describe(x)}, which varies over {more[0]!r} too",
+            got=f"{spec} for {describe(x)}, which varies over {extra[0]!r} too",
             need="the axes that split the array, all that it varies over",
-            mend=f"name {more[0]!r} in the spec, or sum or gather x along it first",
+            mend=f"name {extra[0]!r} in the spec, or sum or gather x along it first",
         )
     axes, group = spec.axes, worker.group(spec.axes)
     other = frontend(x)
     dtype = np.dtype(x.dtype) if other is None else other.dtype(x)
     call = Call("random.like", axes, dtype, tuple(x.shape), detail=str(spec))
     shapes = worker.comm.shapes(group, call).wait() if axes else [tuple(x.shape)]
-    of = {
+    shape_at = {
         tuple(worker.mesh.coordinates(w)[n] for n in axes): tuple(s) for w, s in zip(group.members, shapes, strict=True)
     }
     places = map(worker.mesh.coordinates, range(worker.mesh.size))
-    return worker.mesh.joined(tuple(of[tuple(place[n] for n in axes)] for place in places), spec, where)
+    return worker.mesh.joined(tuple(shape_at[tuple(place[n] for n in axes)] for place in places), spec, where)
 
 
 def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:

@@ -10,7 +10,7 @@ import numpy as np
 from spmd import kernels
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.layout import P
-from spmd.random.arguments import Shape, array, checked_float, checked_shape
+from spmd.random.arguments import Shape, as_array, checked_float, checked_shape
 from spmd.random.distributions import gumbel, randint, uniform
 from spmd.random.drawing import draw
 from spmd.random.layouts import layout_of_block
@@ -26,7 +26,7 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     spec: in a body, the split of the whole logits; the axis must be whole.
     """
     where = "spmd.random.categorical"
-    logits = array(where, "logits", logits)
+    logits = as_array(where, "logits", logits)
     ndim = len(getattr(logits, "shape", ()))
     if not ndim or not isinstance(axis, int | np.integer) or not -ndim <= axis < ndim or not logits.shape[axis]:
         raise SpecError.at(
@@ -54,14 +54,14 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
 @api_boundary
 def permutation(key, x):
     """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker."""
-    n, x = _items("spmd.random.permutation", "x", x)
-    order = _order(key, n)
-    return order if x is None else x[order]
+    n, x = _count_and_rows("spmd.random.permutation", "x", x)
+    indices = _random_order(key, n)
+    return indices if x is None else x[indices]
 
 
-def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
+def _count_and_rows(where: str, argument: str, x: Any) -> tuple[int, Any]:
     """The number of items to choose from, given as a number or as the rows of an array; and the array."""
-    x = array(where, argument, x)
+    x = as_array(where, argument, x)
     if isinstance(x, int | np.integer) and not isinstance(x, bool) and 0 <= x < 1 << 62:
         return int(x), None
     rows: Any = x
@@ -76,19 +76,19 @@ def _items(where: str, argument: str, x: Any) -> tuple[int, Any]:
     )
 
 
-def _order(key, n: int):
+def _random_order(key, n: int):
     """A random order of n items: that of sorted random words."""
     where = "spmd.random.permutation"
     sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
-    return draw(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, then=sort)
+    return draw(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, transform=sort)
 
 
 @api_boundary
 def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
     """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker."""
     where, shape = "spmd.random.choice", checked_shape("spmd.random.choice", shape)
-    (n, rows), count = _items(where, "a", a), math.prod(shape)
-    p = array(where, "p", p)
+    (n, rows), count = _count_and_rows(where, "a", a), math.prod(shape)
+    p = as_array(where, "p", p)
     if n < 1 or not replace and count > n or p is not None and np.shape(p) != (n,):
         raise SpecError.at(
             where,
@@ -111,13 +111,13 @@ def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
             mend="p=None for equal ones; replace=True",
         )
     if p is not None and replace:
-        below = np.cumsum(p)
-        at = np.searchsorted(below, uniform(key, shape) * below[-1], side="right")
+        cumulative = np.cumsum(p)
+        indices = np.searchsorted(cumulative, uniform(key, shape) * cumulative[-1], side="right")
     elif p is not None:
         logs = np.where(p > 0, np.log(np.where(p > 0, p, 1)), -np.inf)
-        at = np.argsort(-(logs + gumbel(key, (n,))))[:count].reshape(shape)
+        indices = np.argsort(-(logs + gumbel(key, (n,))))[:count].reshape(shape)
     elif replace:
-        at = randint(key, shape, 0, n)
+        indices = randint(key, shape, 0, n)
     else:
-        at = _order(key, n)[:count].reshape(shape)
-    return at if rows is None else rows[at]
+        indices = _random_order(key, n)[:count].reshape(shape)
+    return indices if rows is None else rows[indices]

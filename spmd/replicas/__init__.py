@@ -1,1 +1,1 @@
-"""Verify values that must be equal on several workers: what is typed Invariant, and arguments of processes."""
+"""Verify values that must be equal on several workers: Invariant values, and arguments of processes."""

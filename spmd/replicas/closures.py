@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmd.replicas.compare import compared_part, digest, next_turn
-from spmd.replicas.records import Record, Replicas, array_text
+from spmd.replicas.records import ReplicaRecord, Replicas, array_text
 
 __all__ = ["closed_arrays", "note_closure"]
 
@@ -24,7 +24,7 @@ def note_closure(axes: tuple[str, ...], replicas: Replicas, where: str, f: Calla
             continue
         turn = next_turn(turns, (name, x.shape))
         part = compared_part(x, turn)
-        replicas.add(axes, Record(where, name, "", array_text(x), turn, digest(part), part), "closure")
+        replicas.add(axes, ReplicaRecord(where, name, "", array_text(x), turn, digest(part), part), "closure")
 
 
 @lru_cache(maxsize=1024)

@@ -29,12 +29,12 @@ WHOLE_COMPARISONS = 3
 PART_BYTES = 1 << 20
 PARTS = 64
 """An array has one part per third of PART_BYTES, at most PARTS of them: that many comparisons cover every entry."""
-TABLE = 4096
+TABLE_MAX = 4096
 """The most entries of the tables of turns and of values that wait to be compared."""
-_ROUNDING = 1024.0
+_ROUNDING_UNITS = 1024.0
 """Differences of at most this many units in the last place of the largest entry count as rounding. In short dtypes the
 limit is the square root of the unit."""
-_CHUNKS = 1024
+_SKETCH_CHUNKS = 1024
 _GOLDEN = (3.0 - 5.0**0.5) / 2.0
 
 SAME, ROUNDING, OTHER = "same", "rounding", "other"
@@ -52,7 +52,7 @@ def part_slice(size: int, itemsize: int, turn: int) -> slice:
 
 def next_turn(turns: dict[Any, int], key: Any) -> int:
     """Count the uses of a key, and return how many came before this one."""
-    if len(turns) >= TABLE:
+    if len(turns) >= TABLE_MAX:
         turns.clear()
     turn = turns.get(key, 0)
     turns[key] = turn + 1
@@ -140,11 +140,11 @@ def _tolerance(dtype: np.dtype) -> float | None:
             unit = float(ml_dtypes.finfo(dtype).eps)
         except (ImportError, ValueError):
             return None
-    return min(_ROUNDING * unit, unit**0.5)
+    return min(_ROUNDING_UNITS * unit, unit**0.5)
 
 
 def sketch(x: np.ndarray) -> list[float]:
-    """A summary by which another process tells rounding from another value; empty for exact dtypes.
+    """A summary from which another process distinguishes rounding from other values; empty for exact dtypes.
 
     It holds the tolerance, a digest of where the entries are finite, and per chunk a weighted sum and the norm.
     """
@@ -156,7 +156,7 @@ def sketch(x: np.ndarray) -> list[float]:
     finite = np.isfinite(flat)
     flat = np.where(finite, flat, 0.0)
     weights = 1.0 + np.resize(digest_weights() / 2.0**64, flat.size)
-    starts = np.arange(0, flat.size, max(1, -(-flat.size // _CHUNKS)))
+    starts = np.arange(0, flat.size, max(1, -(-flat.size // _SKETCH_CHUNKS)))
     sums, squares = np.add.reduceat(flat * weights, starts), np.add.reduceat(flat * flat, starts)
     return [tolerance, float(digest(finite) % (1 << 32)), *sums.tolist(), *np.sqrt(squares).tolist()]
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.errors import caller, source_line
-from spmd.replicas.compare import OTHER, SAME, TABLE, digest, relation
+from spmd.replicas.compare import OTHER, SAME, TABLE_MAX, digest, relation
 
-__all__ = ["Record", "Replicas", "Source", "array_text", "object_record", "record_relation", "source_of"]
+__all__ = ["ReplicaRecord", "Replicas", "Source", "array_text", "object_record", "record_relation", "source_of"]
 
-KEPT_BYTES = 64 << 20
-"""The bytes of noted arrays that a map of processes keeps, to tell rounding from another value."""
-MANY = 64
+NOTED_BYTES_MAX = 64 << 20
+"""The most bytes of noted arrays that a map of processes keeps, to distinguish rounding from other values."""
+SINGLE_RECORDS_MAX = 64
 """Occurrences of a line in one map that are noted one by one. Of later ones those are noted whose number is a power of
 two; the digest covers all before."""
 
@@ -39,7 +39,7 @@ def source_of(frame: FrameType | None) -> Source:
     return Source(None, 0) if user is None else Source(user.f_code, user.f_lasti)
 
 
-class Record(NamedTuple):
+class ReplicaRecord(NamedTuple):
     """One process's copy of a value that must be equal on several processes.
 
     where, argument, source: for messages. text: dtype, shape and spec, which must be equal too. turn: the number of the
@@ -50,9 +50,9 @@ class Record(NamedTuple):
     argument: str | None
     source: str
     text: str
-    turn: int
-    number: int
-    value: np.ndarray | None
+    turn: int = 0
+    number: int = 0
+    value: np.ndarray | None = None
 
 
 class Replicas:
@@ -81,7 +81,7 @@ class Replicas:
     def __init__(self, distributed: bool, run: int = 0):
         self.distributed = distributed
         self.run = run
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, ReplicaRecord] = {}
         self.any_noted = False
         self.arrays: list[Any] = []
         self.declared: list[np.ndarray] = []
@@ -92,11 +92,11 @@ class Replicas:
         self._bytes = 0
 
     def first_value(self, key: Any, own: tuple, size: int) -> tuple | None:
-        """The value of the first of `size` workers that come to a comparison; None for the first itself."""
+        """The value of the first of `size` workers that reach a comparison; None on that worker."""
         with self._lock:
             entry = self._waiting.get(key)
             if entry is None:
-                if len(self._waiting) >= TABLE:
+                if len(self._waiting) >= TABLE_MAX:
                     del self._waiting[next(iter(self._waiting))]
                 self._waiting[key] = [own, 1]
                 return None
@@ -105,19 +105,19 @@ class Replicas:
                 del self._waiting[key]
             return entry[0]
 
-    def add_line(self, axes: tuple[str, ...], part: np.ndarray, record: Record, count: int) -> None:
+    def add_line(self, axes: tuple[str, ...], part: np.ndarray, record: ReplicaRecord, count: int) -> None:
         """Note the part of an array that a line of the body compares; `count` is the number of the occurrence."""
         line = f"{','.join(axes)}|{record.where}|{record.argument}|{record.source}"
         number = digest(part)
-        kept = part if count < MANY and self._bytes + part.nbytes <= KEPT_BYTES else None
-        if count >= MANY:
+        value = part if count < SINGLE_RECORDS_MAX and self._bytes + part.nbytes <= NOTED_BYTES_MAX else None
+        if count >= SINGLE_RECORDS_MAX:
             number = self._later[line] = hash((self._later.get(line, 0), number))
             if count & (count - 1):
                 return
-        self._bytes += 0 if kept is None else kept.nbytes
-        self.records[f"{line}|{count}"] = record._replace(number=number, value=kept)
+        self._bytes += 0 if value is None else value.nbytes
+        self.records[f"{line}|{count}"] = record._replace(number=number, value=value)
 
-    def add(self, axes: tuple[str, ...], record: Record, kind: str) -> None:
+    def add(self, axes: tuple[str, ...], record: ReplicaRecord, kind: str) -> None:
         """Note a value for the comparison at the end of the map. kind: what the value is; the message depends on it."""
         self.records["|".join((",".join(axes), record.where, record.argument or "", record.source, kind))] = record
 
@@ -126,18 +126,20 @@ class Replicas:
         return {key: [record.text, record.turn, record.number] for key, record in self.records.items()}
 
 
-def object_record(where: str, argument: str, x: Any) -> Record | None:
+def object_record(where: str, argument: str, x: Any) -> ReplicaRecord | None:
     """The record of an object that must be equal on all workers; None where objects of its type cannot be compared."""
     if isinstance(x, np.ndarray | np.generic) and np.asarray(x).dtype.kind not in "OVT":
         mask = np.ma.getmaskarray(x) if isinstance(x, np.ma.MaskedArray) else None
         x = np.asarray(x)
         number = digest(x) if mask is None else digest(np.where(mask, 0, x)) ^ digest(mask)
-        return Record(where, argument, "", array_text(x), 0, number, x if mask is None else None)
+        return ReplicaRecord(where, argument, "", array_text(x), 0, number, x if mask is None else None)
     text = _canonical_text(x)
     if text is None:
         return None
     text = f"{type(x).__name__} {text}"
-    return Record(where, argument, "", text if len(text) <= 100 else text[:97] + "...", 0, _digest_of(text), None)
+    return ReplicaRecord(
+        where, argument, "", text if len(text) <= 100 else text[:97] + "...", 0, _digest_of(text), None
+    )
 
 
 _EQUAL_BY_REPR = {
@@ -187,7 +189,7 @@ def _digest_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def record_relation(one: Record, other: Record) -> str:
+def record_relation(one: ReplicaRecord, other: ReplicaRecord) -> str:
     """Whether two records are of one value, of values that differ by rounding, or of other values."""
     if one.text != other.text:
         return OTHER

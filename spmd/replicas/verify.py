@@ -1,8 +1,8 @@
 """Compare the copies of a value on several workers, and report where they differ.
 
-A bare array or number counts as Invariant although nobody declared it. Where that decides a number, the copies of the
-workers are compared: results promised Invariant, arguments and closures of processes, reductions that are the identity
-on Invariant values, and Invariant leaves of gradients taken inside a body.
+A bare array or number counts as Invariant without a declaration. If a result depends on that, the copies of the workers
+are compared: results promised Invariant, arguments and closures of processes, reductions that are the identity on
+Invariant values, and Invariant leaves of gradients taken inside a body.
 
 Virtual workers compare their arrays with each other at once. Processes note a digest, and compare the digests with the
 message that ends the map.
@@ -32,7 +32,7 @@ from spmd.replicas.compare import (
     sketch,
     sketches_agree,
 )
-from spmd.replicas.records import Record, Replicas, Source, array_text, source_of
+from spmd.replicas.records import ReplicaRecord, Replicas, Source, array_text, source_of
 
 __all__ = ["report", "verify_replicas", "verify_shared"]
 
@@ -78,7 +78,7 @@ def verify_replicas(
     turn = next_turn(worker.mesh.turns, (worker.index, *line, value.shape))
     part = compared_part(value, turn)
     if replicas.distributed:
-        record = Record(where, argument, str(source), array_text(value), turn, 0, None)
+        record = ReplicaRecord(where, argument, str(source), array_text(value), turn)
         replicas.add_line(group.axes, part, record, count)
         return
     first = replicas.first_value((*line, count), (worker.index, value, part), group.size)
@@ -105,7 +105,7 @@ def verify_shared(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], replicas:
         x.compared = True
 
 
-def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mapping[str, Record]) -> None:
+def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mapping[str, ReplicaRecord]) -> None:
     first = shared[0]
     if all(noted == first for noted in shared.values()):
         return
@@ -113,8 +113,8 @@ def _compare(mesh: Mesh, shared: Mapping[int, Mapping[str, Any]], records: Mappi
     if not differences:
         return
     keys = sorted({key for _, _, key in differences})
-    kept = {key: records[key].value for key in keys if key in records}
-    own = {key: sketch(value) for key, value in kept.items() if value is not None}
+    values = {key: records[key].value for key in keys if key in records}
+    own = {key: sketch(value) for key, value in values.items() if value is not None}
     (own_worker,) = mesh.local_workers
     sketches = mesh.transport.share({own_worker: own})
     rounded: set[str] = set()

@@ -6,6 +6,6 @@ results. The submodules, and SciPy with them, are imported on first use.
 
 from __future__ import annotations
 
-from spmd.lazy_imports import late
+from spmd.lazy_imports import lazy_attributes
 
-__getattr__, __dir__ = late(__name__, {}, parts=("fft", "special"))
+__getattr__, __dir__ = lazy_attributes(__name__, {}, parts=("fft", "special"))

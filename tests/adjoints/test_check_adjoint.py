@@ -880,7 +880,7 @@ def test_wrong_entries_of_large_maps_are_found_by_bisection(shape, exact, schedu
 
 
 def test_a_report_says_where_bisection_has_found_nothing(monkeypatch):
-    monkeypatch.setattr("spmd.adjoints.probing.PROBES", 3)
+    monkeypatch.setattr("spmd.adjoints.bisection.PROBE_LIMIT", 3)
     given = {"mesh": spmd.Mesh(x=2), "in_specs": P("x"), "out_specs": P("x"), "adjoint": lambda y: 3 * y}
     found = spmd.check_adjoint(lambda x: 2 * x, (40, 30), raises=False, shrink=False, **given)
     assert not found.entries

@@ -11,7 +11,7 @@ from sampled import sample
 
 import spmd
 from spmd import P
-from spmd.adjoints import matrices, probing
+from spmd.adjoints import bisection, matrices
 from spmd.operators.base import Operator
 from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.state import VARYING
@@ -169,8 +169,8 @@ def run_planted(kind, name: str, seeds, most: int) -> int:
         given = {"seed": seed, "dtype": dtype, "raises": False, "shrink": seed == 0}
         with pytest.MonkeyPatch.context() as patch:
             if seed % 4:  # Matrices take most of the time.
-                patch.setattr(matrices, "UNITS", 0)
-                patch.setattr(probing, "PROBES", 0)
+                patch.setattr(matrices, "UNIT_LIMIT", 0)
+                patch.setattr(bisection, "PROBE_LIMIT", 0)
             report = check(drawn, planted(drawn.operator, spoil), **given)
         hit = any(spoil.hit)
         assert report.passed != hit, str(report)

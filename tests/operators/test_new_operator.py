@@ -38,7 +38,7 @@ class Rotate(Operator):
         return Rotate(self.axes, -self.by)
 
 
-testing._ROWS[Rotate] = lambda a, n: [
+testing._CASES[Rotate] = lambda a, n: [
     testing.Case(Rotate(a), (2 * n + 1, 2), P(a)),
     testing.Case(Rotate(a, 2), (1, 3), P(a)),
 ]

@@ -50,7 +50,7 @@ from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tie import tie
-from spmd.lazy_imports import absent
+from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _shared() -> list[str]:
 def __getattr__(name: str) -> Any:
     """The functions of bodies, which take tensors as they take arrays."""
     if name not in spmd.__all__ or name not in _shared():
-        raise absent(__name__, name)
+        raise missing_name_error(__name__, name)
     value = getattr(spmd, name)
     if getattr(value, "__module__", "").startswith("spmd.operators."):
         value = compilable(value)

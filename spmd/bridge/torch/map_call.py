@@ -31,7 +31,7 @@ from spmd.map_results import BodyResults, joined_leaves, one_structure
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.replicas.closures import note_closure
 from spmd.replicas.compare import next_turn
-from spmd.replicas.records import Record
+from spmd.replicas.records import ReplicaRecord
 from spmd.spec_trees import Leaf
 from spmd.state import state_of
 
@@ -120,7 +120,7 @@ class MapCall:
                 continue
             (own,) = block.values()
             shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
-            record = Record(self.where, leaf.path, "", shape, 0, 0, None)
+            record = ReplicaRecord(self.where, leaf.path, "", shape)
             note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped.turns)
         note_closure(tuple(mesh.axes), outcome.replicas, self.where, mapped.f, mapped.turns)
 

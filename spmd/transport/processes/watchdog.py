@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import StallError, again
+from spmd.errors import StallError, rebuilt_error
 from spmd.settings import setting
 from spmd.transport.call import Call, deadlock, raised_by
 from spmd.transport.processes.hosts import Hosts
@@ -116,7 +116,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
 def error_like(origin: int, who: str, text_of_error: str) -> Exception:
     """A copy of the error that a worker raised in another process, for those that waited for it."""
     name, _, text = text_of_error.partition(": ")
-    error = again(name, text)
+    error = rebuilt_error(name, text)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
     raised_by(error, who)
     return error
