@@ -21,7 +21,7 @@ from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.functorch import has_tangent, is_wrapped
 from spmd.bridge.torch.interop import array_dtype, block_of, owned, torch_dtype
 from spmd.bridge.torch.tensor_state import TensorWithState, needs_grad, no_overrides, plain
-from spmd.bridge.torch.worker_context import WorkerContext, refuse_lockstep
+from spmd.bridge.torch.worker_context import WorkerContext, assigned, refuse_lockstep
 from spmd.errors import caller
 from spmd.mesh import WORKER
 from spmd.operators.apply import launch
@@ -45,11 +45,8 @@ _RECORDED: ContextVar[list[CollectiveCall] | None] = ContextVar("spmd_torch_reco
 def recorded_calls() -> Iterator[list[CollectiveCall]]:
     """Record the collectives that are applied inside."""
     calls: list[CollectiveCall] = []
-    token = _RECORDED.set(calls)
-    try:
+    with assigned(_RECORDED, calls):
         yield calls
-    finally:
-        _RECORDED.reset(token)
 
 
 class CallSite:
@@ -102,11 +99,8 @@ class CollectiveCall:
         if WORKER.get() is worker:
             self.finish = launch(op, block, worker, self.call_site, self.needs_grad, borrowed)
             return
-        token = WORKER.set(worker)  # this is a thread of torch's own
-        try:
+        with assigned(WORKER, worker):  # in a thread of torch's own
             self.finish = launch(op, block, worker, self.call_site, self.needs_grad, borrowed)
-        finally:
-            WORKER.reset(token)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The result for the data of x."""

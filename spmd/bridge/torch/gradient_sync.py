@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from spmd.bridge.torch.module_broadcast import (
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
-from spmd.bridge.torch.worker_context import WorkerContext, context_of, device_of
+from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of, device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import WORKER, Worker
@@ -208,14 +208,8 @@ class GradientSync:
     def _acting(self) -> Iterator[Worker]:
         """The worker, set as the current one; threads of torch run parts of backward."""
         worker = self.context.acting_worker()
-        if WORKER.get() is worker:
+        with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
             yield worker
-            return
-        token = WORKER.set(worker)
-        try:
-            yield worker
-        finally:
-            WORKER.reset(token)
 
     # Forward
 

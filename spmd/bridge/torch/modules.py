@@ -209,7 +209,7 @@ def _mixed_layouts(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
         where,
         got=f"{src!r} and {dst!r}",
         need="two grids, two specs, or two layouts of one shape",
-        mend="spt.Grid for both; mesh.layout(shape, spec) says how a spec lays out an array of this shape",
+        mend="spt.Grid for both; mesh.layout(shape, spec) is the layout of a spec for an array of this shape",
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,7 +11,7 @@ from spmd.bridge.torch.function import apply
 from spmd.bridge.torch.partitioned.arguments import operator_error
 from spmd.bridge.torch.partitioned.registry import handles
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
-from spmd.bridge.torch.worker_context import context_of, device_of
+from spmd.bridge.torch.worker_context import assigned, context_of, device_of
 from spmd.mesh import WORKER
 from spmd.operators.sums import Sum
 
@@ -45,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, *args, **kwargs)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        with unscaling():
+        with assigned(_unscaling, True):
             found_inf = super()._unscale_grads_(*args, **kwargs)
         worker = WORKER.get()
         if worker is None or worker.mesh.size == 1:
@@ -60,16 +58,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _unscaling: ContextVar[bool] = ContextVar("spmd_torch_unscaling", default=False)
-
-
-@contextlib.contextmanager
-def unscaling() -> Iterator[None]:
-    """Allow the check of a worker's gradients, whose result is then shared by all workers."""
-    token = _unscaling.set(True)
-    try:
-        yield
-    finally:
-        _unscaling.reset(token)
+"""Whether a `GradScaler` checks this worker's gradients and shares the result among workers."""
 
 
 @handles("_amp_foreach_non_finite_check_and_unscale_")

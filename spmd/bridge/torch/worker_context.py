@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,10 +20,21 @@ __all__ = [
     "CONTEXT",
     "WorkerContext",
     "WorkerGenerators",
+    "assigned",
     "context_of",
     "device_of",
     "refuse_lockstep",
 ]
+
+
+@contextmanager
+def assigned(variable: ContextVar, value: Any) -> Iterator[None]:
+    """Set a context variable inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 class WorkerGenerators:
@@ -113,11 +125,10 @@ class WorkerContext:
         """Make this the context of a worker while it runs."""
         outer, self.worker = self.worker, worker
         COMPILE_GUARD.name = f"worker {self.index}"
-        token = CONTEXT.set(self)
         try:
-            yield
+            with assigned(CONTEXT, self):
+                yield
         finally:
-            CONTEXT.reset(token)
             self.worker = outer
             self.varied_copies.clear()
 
