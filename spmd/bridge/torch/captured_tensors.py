@@ -1,4 +1,4 @@
-"""The tensors that a function captures: those that its code reaches without getting them as arguments."""
+"""The tensors that a function captures: those that its code reaches, but not through arguments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MAX_OBJECTS = 200_000
 
 
 def reachable_tensors(f: Callable) -> set[int]:
-    """The ids of the tensors that f can reach: through its closure, its defaults, the globals that its code names, and
-    what these hold. Libraries are not searched."""
+    """The ids of the tensors that f can reach through its closure, its defaults and the globals that its code names,
+    directly or through other objects. Libraries are not searched."""
     tensors: set[int] = set()
     seen: set[int] = set()
     queue: deque[Any] = deque([f])  # breadth first
@@ -42,10 +42,10 @@ def _referents(x: Any) -> Iterable[Any]:
         if not _is_user_module(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
             return held
         names = _names_in(x.__code__)
-        module = [x.__globals__[n] for n in names if n in x.__globals__]
-        # An attribute of a module that the code names is reached by its name alone.
-        inner = [vars(m).get(n) for m in module if _is_searched(m) for n in names]
-        return [*module, *inner, *held]
+        global_values = [x.__globals__[n] for n in names if n in x.__globals__]
+        # The code reaches an attribute of a module by its name alone.
+        modules = [m for m in global_values if isinstance(m, types.ModuleType) and _is_user_module(m.__name__)]
+        return [*global_values, *(vars(m).get(n) for m in modules for n in names), *held]
     if isinstance(x, types.ModuleType):
         return ()
     if isinstance(x, type):
@@ -66,51 +66,50 @@ def _is_user_module(module: str) -> bool:
     return module.split(".", 1)[0] not in _LIBRARIES
 
 
-def _is_searched(m: Any) -> bool:
-    return isinstance(m, types.ModuleType) and _is_user_module(m.__name__)
-
-
 def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
-    """The leaves of the workers' graphs that f captures: no arguments, and not made by f itself.
+    """The leaves of the workers' graphs that f captures: they are neither arguments nor created by f.
 
-    A leaf in the graphs of several threads is captured. If this process runs one worker only, f is searched instead.
+    A leaf in the graphs of several threads is captured. If this process runs only one worker, f is searched instead.
 
     Raises StateError if f captures a tensor with a history: all workers would run its graph.
     """
     leaves: dict[int, torch.Tensor] = {}
-    holders: dict[int, set[int]] = {}
-    met: dict[Any, int] = {}
+    workers: dict[int, set[int]] = {}  # by leaf, those whose graphs hold it
+    visited: dict[Any, int] = {}  # by node, the worker whose graph holds it
     for index, outputs in run.outputs.items():
-        own = {id(x) for x in (*run.inputs[index], *(run.contexts[index].extra_leaves or []))}
-        stack = [e.grad_fn for e in outputs if e is not None and e.grad_fn is not None]
-        for e in outputs:
-            if e is not None and e.grad_fn is None and id(e) not in own:
-                leaves[id(e)] = e
-                holders.setdefault(id(e), set()).add(index)
+        inputs = {id(x) for x in (*run.inputs[index], *(run.contexts[index].extra_leaves or []))}
+
+        def add(leaf: torch.Tensor, index: int = index, inputs: set[int] = inputs) -> None:
+            if id(leaf) not in inputs:
+                leaves[id(leaf)] = leaf
+                workers.setdefault(id(leaf), set()).add(index)
+
+        stack = [x.grad_fn for x in outputs if x is not None and x.grad_fn is not None]
+        for x in outputs:
+            if x is not None and x.grad_fn is None:
+                add(x)
         while stack:
             node = stack.pop()
-            seen = met.get(node)
-            if seen == index:
+            other = visited.get(node)
+            if other == index:
                 continue
             variable = getattr(node, "variable", None)
             if variable is not None:
-                if id(variable) not in own:
-                    leaves[id(variable)] = variable
-                    holders.setdefault(id(variable), set()).add(index)
+                add(variable)
                 continue
-            if seen is not None:
+            if other is not None:
                 raise StateError.at(
                     call.where,
                     argument="f",
                     got=f"a function that closes over a tensor with a history: {node.name()} is in the graphs of "
-                    f"{call.mesh.describe(seen)} and {call.mesh.describe(index)}",
-                    need="what has been computed outside as an argument",
+                    f"{call.mesh.describe(other)} and {call.mesh.describe(index)}",
+                    need="a tensor computed outside as an argument",
                     mend="pass it to the map, with a spec in in_specs (P() for a replicated one); parameters, "
                     "which have no history, may be closed over",
                 )
-            met[node] = index
+            visited[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)
     if len(run.outputs) > 1:
-        return [x for key, x in leaves.items() if len(holders[key]) > 1]
-    reached = reachable_tensors(call.mapped.f) if leaves else set()
-    return [x for key, x in leaves.items() if key in reached]
+        return [x for key, x in leaves.items() if len(workers[key]) > 1]
+    reachable = reachable_tensors(call.mapped.f) if leaves else set()
+    return [x for key, x in leaves.items() if key in reachable]

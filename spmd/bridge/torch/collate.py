@@ -23,9 +23,9 @@ class Collate:
     twice; the difference of the two results is subtracted from the first. So the dimension that counts samples has
     length 0, lists of names are empty, and what does not depend on the number of samples stays.
 
-    dataset: where the sample is from, by `dataset[0]`. collate_fn: by default torch's `default_collate`. It is called
-    as it is with all other lists. Raises TypeError where it makes what has no length; a collate_fn that takes an empty
-    list itself needs no `Collate`.
+    dataset: gives the sample, `dataset[0]`. collate_fn: by default torch's `default_collate`. It gets all other lists
+    unchanged. Raises TypeError if its results have no length. A collate_fn that takes an empty list itself needs no
+    `Collate`.
     """
 
     @api_boundary
@@ -37,10 +37,10 @@ class Collate:
         if not (isinstance(samples, list) and not samples):  # a dataset may have made a batch of an empty list itself
             return self.collate_fn(samples)
         sample = self.dataset[0]
-        return _of_none(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
+        return _empty_batch(self.collate_fn([sample]), self.collate_fn([sample, sample]), "")
 
 
-def _of_none(one: Any, two: Any, path: str) -> Any:
+def _empty_batch(one: Any, two: Any, path: str) -> Any:
     """The collation of no sample, extrapolated from those of one sample and of two."""
     if isinstance(one, torch.Tensor | np.ndarray) and type(one) is type(two) and one.ndim == two.ndim:
         lengths = [2 * a - b for a, b in zip(one.shape, two.shape, strict=True)]
@@ -49,7 +49,7 @@ def _of_none(one: Any, two: Any, path: str) -> Any:
             cut = one[tuple(slice(n) for n in lengths)]
             return cut.clone() if isinstance(cut, torch.Tensor) else cut.copy()
     elif isinstance(one, Mapping) and isinstance(two, Mapping) and [*one] == [*two]:
-        parts = {k: _of_none(one[k], two[k], f"{path}[{k!r}]") for k in one}
+        parts = {k: _empty_batch(one[k], two[k], f"{path}[{k!r}]") for k in one}
         if not isinstance(one, MutableMapping):
             return parts
         batch = copy.copy(one)
@@ -57,7 +57,7 @@ def _of_none(one: Any, two: Any, path: str) -> Any:
         return batch
     elif isinstance(one, list | tuple) and type(one) is type(two):
         if len(one) == len(two):
-            parts = [_of_none(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]
+            parts = [_empty_batch(a, b, f"{path}[{k}]") for k, (a, b) in enumerate(zip(one, two, strict=True))]
             return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
         if 0 <= 2 * len(one) - len(two) < len(one):
             return one[: 2 * len(one) - len(two)]

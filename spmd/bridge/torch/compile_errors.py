@@ -1,6 +1,6 @@
 """One clear error where torch.compile meets tensors that carry their state.
 
-Its compiler traces Python code, that of this library too, and fails there with errors that do not help.
+The compiler traces this library's code too, and its own errors from there do not help.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["clear_errors"]
 
 
 def clear_errors() -> None:
-    """Let torch's compiler, if it has been imported, say in bodies what it cannot compile, and what to do."""
+    """Let torch's compiler, if it is imported, raise an error in bodies that says what it cannot compile."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     wrapper: Any = getattr(frames, "CatchErrorsWrapper", None)
     if wrapper is None or hasattr(wrapper.__call__, "__wrapped__"):
@@ -32,21 +32,21 @@ def clear_errors() -> None:
             return compiler(self, *args, **kwargs)
         except Exception as error:
             worker = WORKER.get()
-            if worker is None or not worker.tracked or not _is_of_states(error):
+            if worker is None or not worker.tracked or not _is_state_error(error):
                 raise
         raise StateError(STATE_IN_COMPILED)
 
     wrapper.__call__ = call
 
 
-def _is_of_states(error: Exception) -> bool:
-    """Whether the compiler failed because of states: it met the error that says so, or followed Python without end."""
+def _is_state_error(error: Exception) -> bool:
+    """Whether the compiler failed because of states: it met the error for them, or recursed too deep."""
     return isinstance(error, StateError | RecursionError) or any(
         word in str(error) for word in ("RecursionError", "carries its state", "StateError")
     )
 
 
-def _clearing(compile: Any) -> Any:
+def _with_clear_errors(compile: Any) -> Any:
     @functools.wraps(compile)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiled = compile(*args, **kwargs)
@@ -56,4 +56,4 @@ def _clearing(compile: Any) -> Any:
     return call
 
 
-torch.compile = _clearing(torch.compile)
+torch.compile = _with_clear_errors(torch.compile)

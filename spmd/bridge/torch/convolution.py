@@ -1,8 +1,7 @@
-"""Convolutions and poolings of torch on blocks: split over space, over channels, over the batch.
+"""torch's convolutions and poolings on blocks that are split over space, channels or batch.
 
-A module of torch and the specs of its input and output give the same module on this worker's blocks. Each worker
-fetches the interval of the input that its block of the output needs (`spmd.plan_windows`), and holds its own channels
-of the weights.
+Each worker holds its own channels of the weights. It fetches the interval of the input that its block of the output
+needs (`spmd.plan_windows`).
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ _POOLINGS: dict[type, tuple[int, Any]] = {
 }
 
 _uncompiled: Any = torch.compiler.disable
-"""Layers are not compiled, also if a compiled function calls them: the workers may have to exchange shapes."""
+"""Compiled functions call these layers uncompiled, because the workers may have to exchange shapes."""
 
 
 class DistributedConv(ShardedModule):
-    """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks.
+    """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks. Construct it in a body.
 
-    conv: with the weights of the whole, the same on all workers. in_spec, out_spec: of the input and the output, by
-    dimension: batch, channels, space; batch and space are split alike. out_spec: None for in_spec with its channels
-    whole. With groups=1 the channels in and out are split over different axes or not at all; in groups over the same
-    axes, whose workers share the groups evenly.
-    size: the lengths of the whole input in space, if its blocks are balanced; without it they are learnt at each call.
+    conv: with the whole weights, the same on all workers. in_spec, out_spec: of the input and the output, for batch,
+    channels and the dimensions of space. Batch and space are split alike in both. out_spec None: in_spec with whole
+    channels. With groups=1, input and output channels are split over different axes or not at all; with more groups,
+    over the same axes, whose workers share the groups evenly.
+    size: the lengths of the whole input in space, if its blocks are balanced. Without it, each call exchanges them.
 
-    weight, bias: `spt.Parameter`s that lie as `specs` says; copies of those of conv. They are made in a body.
+    weight, bias: copies of those of conv, as `spt.Parameter`s with the specs `self.specs`.
     state_dict (collective) and load_state_dict: whole tensors, as conv has them; see `ShardedModule`.
-    Forward: this worker's block of conv(x), in balanced blocks. Each worker fetches what its block is made of, by one
-    `halo_exchange`; where the channels that come in are split it convolves its own, and one `psum` adds up.
-    Backward: `halo_accumulate`; one sum of the cotangent of x over the axes that split the channels that go out; the
-    gradients of weights are summed over the axes that split batch and space.
+    Forward: this worker's block of conv(x), in balanced blocks. One `halo_exchange` fetches the input of the block. If
+    input channels are split, each worker convolves its own, and one `psum` adds the results.
+    Backward: `halo_accumulate`; one sum of the cotangent of x over the axes that split output channels; the gradients
+    of the weights are summed over the axes that split batch and space.
     Raises SpecError for specs that do not fit together, LayoutError for groups that are not shared evenly.
     """
 
@@ -71,12 +70,12 @@ class DistributedConv(ShardedModule):
         super().__init__()
         where = "spt.DistributedConv"
         worker = here(where)
-        self._convolve = _function(where, "conv", conv, _CONVOLUTIONS)
-        given: Any = conv
-        self.space = given.weight.ndim - 2
-        batch, in_axes, *space = _padded(where, worker, "in_spec", in_spec, self.space + 2)
+        self._convolve = _function_of(where, "conv", conv, _CONVOLUTIONS)
+        whole: Any = conv
+        self.space = whole.weight.ndim - 2
+        batch, in_axes, *space = _axes_by_dimension(where, worker, "in_spec", in_spec, self.space + 2)
         out_spec = P(batch or None, None, *(names or None for names in space)) if out_spec is None else out_spec
-        out_batch, out_axes, *out_space = _padded(where, worker, "out_spec", out_spec, self.space + 2)
+        out_batch, out_axes, *out_space = _axes_by_dimension(where, worker, "out_spec", out_spec, self.space + 2)
         if (batch, space) != (out_batch, out_space):
             raise SpecError.at(
                 where,
@@ -85,59 +84,59 @@ class DistributedConv(ShardedModule):
                 need="specs that differ in dimension 1 only, the channels",
                 mend="repartition the result: spt.repartition(y, src, dst)",
             )
-        self.groups = _groups(where, worker, given.groups, in_axes, out_axes)
+        self.groups = _local_groups(where, worker, whole.groups, in_axes, out_axes)
         self.in_spec, self.out_spec = in_spec, out_spec
-        self._spread = (*batch, *(n for names in space for n in names))  # along which each worker has the same weights
+        self._replicated_axes = (*batch, *(n for names in space for n in names))  # workers have the same weights
         # Without groups, workers along out_axes take the same x, and those along in_axes compute summands of y.
-        self._same, self._added = (out_axes, in_axes) if given.groups == 1 else ((), ())
-        self.specs = {"weight": P(out_axes or None, self._added or None), "bias": P(out_axes or None)}
-        self._plan = _Plan(where, space, given.kernel_size, given.stride, given.dilation, _padding_of(given), size)
-        self._boundary = _BOUNDARIES[given.padding_mode]
+        self._input_axes, self._summed_axes = (out_axes, in_axes) if whole.groups == 1 else ((), ())
+        self.specs = {"weight": P(out_axes or None, self._summed_axes or None), "bias": P(out_axes or None)}
+        self._plan = _Plan(where, space, whole.kernel_size, whole.stride, whole.dilation, _padding_of(whole), size)
+        self._boundary = _BOUNDARIES[whole.padding_mode]
         for name, spec in self.specs.items():
-            whole = getattr(given, name)
-            if whole is None:
+            parameter = getattr(whole, name)
+            if parameter is None:
                 self.register_parameter(name, None)
             else:
-                self.register_shard(name, whole, spec, requires_grad=whole.requires_grad)
+                self.register_shard(name, parameter, spec, requires_grad=parameter.requires_grad)
 
     @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = self._plan.windows(x)
-        x = self._plan.exchanged(x, windows, [w.widths for w in windows], self._boundary)
-        x = pvary(x, self._same) if self._same else x
+        x = self._plan.exchange(x, windows, [w.widths for w in windows], self._boundary)
+        x = pvary(x, self._input_axes) if self._input_axes else x
         weight = self._parameter_block("weight")
         bias = None if self.bias is None else self._parameter_block("bias")
-        y = self._valid(x, weight, None if self._added else bias, windows)
-        if self._added:
-            # The bias comes after the sum: before it, every worker would add it once.
-            y = psum(y, self._added)
+        y = self._convolve_valid(x, weight, None if self._summed_axes else bias, windows)
+        if self._summed_axes:
+            # The bias is added after the sum: before it, every worker would add it once.
+            y = psum(y, self._summed_axes)
             y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
         return y
 
     def _parameter_block(self, name: str) -> Any:
-        """The block of a parameter, varied to the state of the input."""
+        """This worker's block of a parameter, varied along the axes that split batch and space."""
         block = self.shard(name)
-        return pvary(block, self._spread) if self._spread else block
+        return pvary(block, self._replicated_axes) if self._replicated_axes else block
 
-    def _valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
-        """The convolution without padding. torch needs at least one channel and one window: empty ones are padded
-        with zeros, so that the graphs of all workers hold the same collectives."""
-        shape = (x.shape[0], weight.shape[0], *self._plan.own(windows))
+    def _convolve_valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
+        """The convolution without padding. torch needs at least one channel and one window, so empty blocks are padded
+        with zeros. The graphs of all workers then hold the same collectives."""
+        shape = (x.shape[0], weight.shape[0], *self._plan.output_sizes(windows))
         if 0 in (*shape[1:], weight.shape[1]):
-            x = _at_least(x, (0, 1, *self._plan.extents))
-            weight = _at_least(weight, (1, 1))
-            bias = None if bias is None else _at_least(bias, (1,))
+            x = _pad_to(x, (0, 1, *self._plan.extents))
+            weight = _pad_to(weight, (1, 1))
+            bias = None if bias is None else _pad_to(bias, (1,))
         y = self._convolve(x, weight, bias, self._plan.stride, 0, self._plan.dilation, self.groups)
-        return y if y.shape == shape else y[tuple(slice(n) for n in shape)]
+        return _cropped(y, shape)
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, in_spec={self.in_spec}, out_spec={self.out_spec}"
 
 
 class DistributedPool(nn.Module):
-    """`pool`, an `nn.MaxPool1d` to `nn.AvgPool3d`, on blocks.
+    """`pool`, one of `nn.MaxPool1d` to `nn.MaxPool3d` and `nn.AvgPool1d` to `nn.AvgPool3d`, on blocks.
 
-    spec: of the input and the output: batch, channels, space. size: as for `DistributedConv`.
+    spec: of the input and the output, for batch, channels and space. size: as for `DistributedConv`.
 
     Forward: this worker's block of pool(x), in balanced blocks; one `halo_exchange`. Backward: `halo_accumulate`.
     Raises SpecError for a spec that does not fit, LayoutError for a pooling that gives indices.
@@ -146,45 +145,45 @@ class DistributedPool(nn.Module):
     _pool: Any
 
     @api_boundary
-    def __init__(self, pool: nn.Module, spec: P, *, size: Sequence[int] | None = None):
+    def __init__(self, pool: Any, spec: P, *, size: Sequence[int] | None = None):
         super().__init__()
         where = "spt.DistributedPool"
-        space, self._pool = _function(where, "pool", pool, _POOLINGS)
-        given: Any = pool
-        if getattr(given, "return_indices", False):
+        space, self._pool = _function_of(where, "pool", pool, _POOLINGS)
+        self.pool: Any = pool
+        if getattr(pool, "return_indices", False):
             raise LayoutError.at(
                 where,
                 argument="pool",
                 got=f"{pool}, with return_indices=True",
-                need="a pooling that gives values: indices would count in the block with its halo",
+                need="a pooling that returns only values: its indices would be those of the block with its halo",
                 mend="leave return_indices out",
             )
-        self.spec, self.pool = spec, given
-        dims = _padded(where, here(where), "spec", spec, space + 2)
-        kernel, stride, dilation = (
-            _each(v, space) for v in (given.kernel_size, given.stride, getattr(given, "dilation", 1))
+        self.spec = spec
+        axes = _axes_by_dimension(where, here(where), "spec", spec, space + 2)[2:]
+        kernel, stride, dilation, padding = (
+            (value,) * space if isinstance(value, int) else tuple(value)
+            for value in (pool.kernel_size, pool.stride, getattr(pool, "dilation", 1), pool.padding)
         )
-        padding = [(p, p) for p in _each(given.padding, space)]
-        self._plan = _Plan(where, dims[2:], kernel, stride, dilation, padding, size, given.ceil_mode)
+        self._plan = _Plan(where, axes, kernel, stride, dilation, [(p, p) for p in padding], size, pool.ceil_mode)
 
     @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         plan = self._plan
         windows = plan.windows(x)
-        largest = hasattr(self.pool, "return_indices")
-        x = plan.exchanged(x, windows, [w.halos for w in windows], "none")
+        is_max = hasattr(self.pool, "return_indices")
+        x = plan.exchange(x, windows, [w.halos for w in windows], "none")
         # Beyond the ends: the smallest value for a maximum, zero for a sum.
-        pads = [w.pads[k] for w, k in zip(windows, plan.places(), strict=True)]
+        pads = [w.pads[index] for w, index in zip(windows, plan.block_indices(), strict=True)]
         if any(map(any, pads)):
-            x = F.pad(x, [n for pair in reversed(pads) for n in pair], value=-math.inf if largest else 0.0)
-        shape = (*x.shape[:2], *plan.own(windows))
+            x = F.pad(x, [n for pair in reversed(pads) for n in pair], value=-math.inf if is_max else 0.0)
+        shape = (*x.shape[:2], *plan.output_sizes(windows))
         if 0 in shape[1:]:
-            x = _at_least(x, (0, 1, *plan.extents))
-        y = self._pool(x, plan.kernel, plan.stride, **({"dilation": plan.dilation} if largest else {}))
-        y = y if y.shape == shape else y[tuple(slice(n) for n in shape)]
-        return y if largest else self._weighed(y, windows)
+            x = _pad_to(x, (0, 1, *plan.extents))
+        y = self._pool(x, plan.kernel, plan.stride, **({"dilation": plan.dilation} if is_max else {}))
+        y = _cropped(y, shape)
+        return y if is_max else self._rescaled(y, windows)
 
-    def _weighed(self, y: torch.Tensor, windows: list[Window]) -> torch.Tensor:
+    def _rescaled(self, y: torch.Tensor, windows: list[Window]) -> torch.Tensor:
         """Averages over the full kernel, rescaled to averages over the entries that the module counts."""
         taps = math.prod(self._plan.kernel)
         override = getattr(self.pool, "divisor_override", None)
@@ -192,13 +191,13 @@ class DistributedPool(nn.Module):
             return y * (taps / override)
         counts = torch.ones((), dtype=torch.float64)
         full = True
-        for w, k, low in zip(windows, self._plan.places(), (p for p, _ in self._plan.padding), strict=True):
-            ends = (-low, w.length + low) if self.pool.count_include_pad else (0, w.length)
+        for w, index, (low, _) in zip(windows, self._plan.block_indices(), self._plan.padding, strict=True):
+            start, stop = (-low, w.length + low) if self.pool.count_include_pad else (0, w.length)
             assert w.taps is not None
-            spans = [w.taps(o) for o in range(*w.output_bounds[k])]
-            own = [min(b, ends[1]) - max(a, ends[0]) for a, b in spans]
-            full = full and all(n == w.taps.kernel for n in own)
-            counts = counts[..., None] * torch.tensor(own)
+            intervals = [w.taps(output) for output in range(*w.output_bounds[index])]
+            lengths = [min(b, stop) - max(a, start) for a, b in intervals]
+            full = full and all(n == w.taps.kernel for n in lengths)
+            counts = counts[..., None] * torch.tensor(lengths)
         return y if full else y * (taps / counts).to(y)
 
     def extra_repr(self) -> str:
@@ -208,7 +207,7 @@ class DistributedPool(nn.Module):
 class _Plan:
     """The windows of a module over the spatial dimensions.
 
-    axes: over which each dimension is split. kernel, stride, dilation: one for each; padding: (low, high) for each.
+    Each argument has an entry for each dimension. axes: those that split it. padding: (low, high).
     """
 
     def __init__(
@@ -233,7 +232,7 @@ class _Plan:
     def windows(self, x: torch.Tensor) -> list[Window]:
         """The window of each dimension, cached for the last lengths."""
         axes = here(self.where).mesh.axes
-        key = (self._inputs(x), tuple(axes.items()))
+        key = (self._input_sizes(x), tuple(axes.items()))
         if self._cached is None or self._cached[0] != key:
             cuts = key[0]
             source = Layout([sum(n) for n in cuts], P(*(names or None for names in self.axes)), axes, cuts)
@@ -241,7 +240,7 @@ class _Plan:
             self._cached = key, list(plan_windows(source, self.kernel, **taps, ceil=self.ceil).dims)
         return self._cached[1]
 
-    def _inputs(self, x: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    def _input_sizes(self, x: torch.Tensor) -> tuple[tuple[int, ...], ...]:
         """The lengths of the blocks of x in each dimension."""
         worker = here(self.where)
         if self.size is not None:
@@ -250,27 +249,25 @@ class _Plan:
         names = [(), (), *self.axes]
         return lengths_met(self.where, worker, names, tuple(x.shape), array_dtype(x.dtype))[2:]
 
-    def places(self) -> list[int]:
-        """Which block of each dimension is this worker's."""
+    def block_indices(self) -> list[int]:
+        """The index of this worker's block in each dimension."""
         worker = here(self.where)
         return [worker.group(names).index for names in self.axes]
 
-    def own(self, windows: list[Window]) -> list[int]:
+    def output_sizes(self, windows: list[Window]) -> list[int]:
         """The lengths of this worker's block of the result."""
-        return [w.outputs[k] for w, k in zip(windows, self.places(), strict=True)]
+        return [w.outputs[index] for w, index in zip(windows, self.block_indices(), strict=True)]
 
-    def exchanged(self, x: torch.Tensor, windows: list[Window], widths: list, boundary: str) -> torch.Tensor:
-        """The block with these widths around it."""
+    def exchange(self, x: torch.Tensor, windows: list[Window], widths: list, boundary: str) -> torch.Tensor:
+        """The block with halos of these widths."""
         if not any(n for dim in widths for pair in dim for n in pair):
             return x
-        whole = ((0, 0),)
-        return halo_exchange(
-            x, self.spec, (whole, whole, *widths), boundary, sizes=(None, None, *(w.inputs for w in windows))
-        )
+        sizes = (None, None, *(w.inputs for w in windows))
+        return halo_exchange(x, self.spec, (((0, 0),), ((0, 0),), *widths), boundary, sizes=sizes)
 
 
-def _function(where: str, argument: str, module: Any, kinds: dict) -> Any:
-    """What a module computes with."""
+def _function_of(where: str, argument: str, module: Any, kinds: dict) -> Any:
+    """The function that a module applies."""
     for kind, function in kinds.items():
         if isinstance(module, kind):
             return function
@@ -279,61 +276,62 @@ def _function(where: str, argument: str, module: Any, kinds: dict) -> Any:
         argument=argument,
         got=describe(module),
         need=f"one of {', '.join(f'nn.{kind.__name__}' for kind in kinds)}",
-        mend="give the module of the whole, with its weights",
+        mend="pass torch's module, with the whole weights",
     )
 
 
-def _padded(where: str, worker: Worker, argument: str, spec: P, ndim: int) -> list[tuple[str, ...]]:
-    """The axes of each dimension."""
+def _axes_by_dimension(where: str, worker: Worker, argument: str, spec: P, ndim: int) -> list[tuple[str, ...]]:
+    """The axes that split each dimension."""
     spec.check(worker.mesh.axes, where, argument, ndim)
     return [*spec.dims, *[()] * (ndim - len(spec))]
 
 
-def _groups(where: str, worker: Worker, groups: int, in_axes: tuple[str, ...], out_axes: tuple[str, ...]) -> int:
-    """The groups of this worker."""
+def _local_groups(where: str, worker: Worker, groups: int, in_axes: tuple[str, ...], out_axes: tuple[str, ...]) -> int:
+    """The number of groups of channels that this worker has."""
     if groups == 1:
         both = [n for n in in_axes if n in out_axes]
         if both:
             raise SpecError.at(
                 where,
                 argument="out_spec",
-                got=f"channels that go out split over {both[0]!r}, as those that come in",
-                need="different axes, or whole channels on one side: each channel is made of all that come in",
-                mend="let them go out whole, and take a block: spt.pslice(y, axis_name, axis=1, tiled=True)",
+                got=f"output channels split over {both[0]!r}, as the input channels are",
+                need="different axes, or whole channels on one side: each output channel needs all input channels",
+                mend="whole output channels, of which spt.pslice(y, axis_name, axis=1, tiled=True) takes a block",
             )
         return 1
-    n = worker.group(in_axes).size
+    count = worker.group(in_axes).size
     if in_axes != out_axes:
         raise SpecError.at(
             where,
             argument="out_spec",
-            got=f"channels in {groups} groups, split over {in_axes} coming in and over {out_axes} going out",
+            got=f"channels in {groups} groups, split over {in_axes} in the input and over {out_axes} in the output",
             need="the same axes: each worker has whole groups",
             mend="P(batch, axis, ...) for both, or whole channels for both",
         )
-    if groups % n:
+    if groups % count:
         raise LayoutError.at(
             where,
             argument="conv",
-            got=f"{groups} groups for {n} workers along {' and '.join(map(repr, in_axes))}",
+            got=f"{groups} groups for {count} workers along {' and '.join(map(repr, in_axes))}",
             need="as many groups for each of them",
             mend="split the channels over fewer workers, and space over more",
         )
-    return groups // n
+    return groups // count
 
 
 def _padding_of(conv: Any) -> list[tuple[int, int]]:
     """(low, high) of each dimension."""
-    ends = conv._reversed_padding_repeated_twice
-    return [(ends[k], ends[k + 1]) for k in range(len(ends) - 2, -1, -2)]
+    pads = conv._reversed_padding_repeated_twice
+    return list(zip(pads[-2::-2], pads[::-2], strict=True))
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    return (value,) * count if isinstance(value, int) else tuple(value)
-
-
-def _at_least(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """x with zeros at the ends of the dimensions that are shorter than this."""
+def _pad_to(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """x with zeros at the ends of the leading dimensions that are shorter than this."""
     pads = [max(0, n - m) for n, m in zip(shape, x.shape, strict=False)]
     pads += [0] * (x.ndim - len(pads))
     return F.pad(x, [n for p in reversed(pads) for n in (0, p)])
+
+
+def _cropped(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first entries of y, in this shape."""
+    return y if y.shape == shape else y[tuple(slice(n) for n in shape)]

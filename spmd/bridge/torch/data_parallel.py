@@ -1,11 +1,12 @@
-"""Data parallelism in torch: a module whose parameters are one value on all workers, though each has its own data.
+"""Data parallelism in torch: workers have the same parameters and different data.
 
-Giving each worker the same parameters is `Vary`, whose adjoint is `Sum`. `DataParallel` sums the gradients of all
-parameters together, in buckets that are sent while backward runs and that arrive before it ends.
+Giving each worker the same parameters is `Vary`, whose adjoint is `Sum`. `DataParallel` sums gradients in buckets. They
+are sent while backward runs, and arrive before it ends.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +42,7 @@ def data_parallel(
     overlap: bool = True,
     varying: str | Sequence[str] = (),
 ) -> DataParallel:
-    """The module, with parameters that are one value on all workers along axis_name, each of which has its own data.
+    """The module, with parameters that are the same on all workers along axis_name, and data that differ.
 
     Call it in a body, on every worker, as `torch.nn.parallel.DistributedDataParallel` is called in every process:
 
@@ -51,14 +52,14 @@ def data_parallel(
         optimizer.step()
 
     module: this worker's own. Its parameters and buffers become those of the first worker along axis_name.
-    axis_name: an axis of the mesh, or several. Along other axes parameters must be one value too, which is verified
+    axis_name: an axis of the mesh, or several. Along other axes parameters must be the same too, which is verified
     here, except those of `ShardedModule`s and those that forward declares, by `spt.varying(self.weight, "model")`.
     reduction: what `.grad` holds after `backward()`. "sum": the sum of the workers' own gradients, which is the adjoint
     of varying the parameters: the gradient of a loss that is one value for all workers (`spt.mean`, `spt.psum`),
     however uneven their shares are. "mean": that sum over the number of workers, as DDP: right if each worker's loss is
     the mean over its own minibatch, and all minibatches have one length.
-    bucket_bytes: a bucket is sent when its gradients, of one dtype, have this many bytes. Gradients are in the order in
-    which the first backward of the first worker computes them.
+    bucket_bytes: a bucket is sent when its gradients, of one dtype, have this many bytes. Buckets follow the order in
+    which the first worker's first backward computes gradients.
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker. (DDP does so
     before the next forward.)
     init: "broadcast", or "verify", which sends the same and raises StateError where anything differs.
@@ -89,16 +90,16 @@ class DataParallel(nn.Module):
     Backward: one all-reduce per bucket, waited for before `backward()` returns. It may be called several times, for
     several forwards, with retain_graph, and through `torch.utils.checkpoint`; gradients are added in `.grad`. If no
     worker's backward reaches a parameter, its `.grad` stays as it is. If some reach it, all get the sum. A worker whose
-    backward reaches no parameter takes no part, which is a mismatch: call `spt.tie(loss, *model.parameters())` there.
-    A term that all workers add alike, such as a penalty on the parameters, counts once for each worker: with "sum"
-    divide it by `spt.axis_size(axis_name)`.
+    backward reaches no parameter sends nothing, which raises MismatchError on the others: call
+    `spt.tie(loss, *model.parameters())` there. A term that all workers add, such as a penalty on the parameters, counts
+    once for each worker: with "sum" divide it by `spt.axis_size(axis_name)`.
 
-    `with model.no_sync():` backwards that send nothing: `.grad` grows by this worker's own gradient, and the first
-    backward after it sums everything. `torch.autograd.grad` gives this worker's own gradient, also with create_graph;
-    `spt.psum` sums it. `backward(create_graph=True)` raises DifferentiationError.
+    In `with model.no_sync():`, backward sends nothing and adds this worker's own gradient to `.grad`. The next backward
+    outside sums everything. `torch.autograd.grad` gives this worker's own gradient, also with create_graph; `spt.psum`
+    sums it. `backward(create_graph=True)` raises DifferentiationError.
 
     `state_dict()`, `load_state_dict()`, `named_parameters()` and attributes are those of the module, which is
-    `model.module`. Frozen parameters are not sent; they may be released later.
+    `model.module`. Frozen parameters are not sent. They may be unfrozen later.
     """
 
     module: nn.Module
@@ -118,11 +119,11 @@ class DataParallel(nn.Module):
     ):
         super().__init__()
         worker = here(WHERE)
-        _check(module, reduction, bucket_bytes, init)
+        _check_arguments(module, reduction, bucket_bytes, init)
         self.module = module
         self.training = module.training
         self.axis_name = worker.mesh.names(axis_name, WHERE)
-        self.varying = _others(worker, varying, self.axis_name)
+        self.varying = _varying_axes(worker, varying, self.axis_name)
         self.reduction = reduction
         self.bucket_bytes = bucket_bytes
         self.broadcast_buffers = broadcast_buffers
@@ -137,7 +138,7 @@ class DataParallel(nn.Module):
             if torch.is_grad_enabled():
                 raise MeshError.at(
                     f"a module of {WHERE}",
-                    got="a forward outside of any body that is to be differentiated: its gradients could not meet",
+                    got="a forward outside of any body, with gradients, which could not be summed",
                     need="a body: spt.map(main, (), None, mesh=mesh)()",
                     mend="with torch.no_grad(): model(x), or model.module(x), the module alone",
                 )
@@ -152,11 +153,11 @@ class DataParallel(nn.Module):
         return out
 
     def _varying(self, x: Any, worker: Worker) -> Any:
-        """A result, varied along the axes whatever it depends on, in every gradient mode."""
+        """A result, varied along the axes even if it does not depend on a parameter or is not differentiated."""
         return FRONTEND.vary(x, self.axis_name, worker) if isinstance(x, torch.Tensor) else x
 
     def _sync_of(self, worker: Worker) -> GradientSync:
-        """The sums of this worker, for its parameters as they are now."""
+        """The `GradientSync` of this worker, for the parameters that the module has now."""
         sync = self._sync
         if sync is None:  # copied or loaded
             sync = self._sync = GradientSync(self, worker)
@@ -169,16 +170,16 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that send nothing: `.grad` grows by this worker's own gradient.
+        """Inside, backward sends nothing and adds this worker's own gradient to `.grad`.
 
-        The first backward after it sums everything. (DDP needs forward inside too; here that makes no difference.)
+        The next backward outside sums everything. (DDP needs forward inside too; here that makes no difference.)
         """
         sync = self._sync_of(here(f"no_sync of {WHERE}"))
-        before, sync.syncing = sync.syncing, False
+        outer, sync.syncing = sync.syncing, False
         try:
             yield
         finally:
-            sync.syncing = before
+            sync.syncing = outer
 
     # The names of the module
 
@@ -186,10 +187,10 @@ class DataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
                 raise
-        return getattr(inner, name)
+        return getattr(module, name)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
@@ -204,8 +205,8 @@ class DataParallel(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        """As a part of another module: the names there are without `module.`."""
-        for key in [k for k in state_dict if k.startswith(prefix)]:
+        """Load as a part of another module, in whose state the names lack `module.`."""
+        for key in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -220,8 +221,6 @@ class DataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy that sums its own gradients. It sends nothing, because copies of equal parameters are equal."""
-        import copy
-
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         nn.Module.__init__(copied)
@@ -232,8 +231,8 @@ class DataParallel(nn.Module):
         return copied
 
 
-def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes along which parameters differ."""
+def _varying_axes(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the axes along which parameters may differ. Raises StateError for one of axis_name."""
     names = worker.mesh.names(varying, WHERE)
     both = [n for n in names if n in axes]
     if both:
@@ -241,13 +240,13 @@ def _others(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...])
             WHERE,
             argument="varying",
             got=f"{varying!r}, and axis_name={axes}",
-            need="other axes: along axis_name parameters are one value",
+            need="other axes: along axis_name parameters are the same",
             mend=f"leave {both[0]!r} out of one of them",
         )
     return names
 
 
-def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
+def _check_arguments(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             message(
@@ -258,15 +257,15 @@ def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
                 mend="spt.data_parallel(model, axis_name)",
             )
         )
-    for name, value, known in (("reduction", reduction, _REDUCTIONS), ("init", init, _INITS)):
-        if value not in known:
+    for name, value, choices in (("reduction", reduction, _REDUCTIONS), ("init", init, _INITS)):
+        if value not in choices:
             raise ValueError(
                 message(
                     WHERE,
                     argument=name,
                     got=repr(value),
-                    need=f"one of {', '.join(map(repr, known))}",
-                    mend=f'{name}="{closest(value, known)}"',
+                    need=f"one of {', '.join(map(repr, choices))}",
+                    mend=f'{name}="{closest(value, choices)}"',
                 )
             )
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
@@ -286,5 +285,5 @@ def _check(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:
                 argument="module",
                 got=f"a lazy module, whose {name} has no shape yet",
                 need="parameters with a shape",
-                mend="a forward with any data before: with torch.no_grad(): module(x)",
+                mend="run a forward with any data before: with torch.no_grad(): module(x)",
             )

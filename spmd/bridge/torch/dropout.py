@@ -28,16 +28,16 @@ def dropout(
         h = spt.dropout(h, 0.1, spec=P("data", "model"))  # and some of their features
 
     x: floating, of any shape. p: from 0 to below 1. training: False gives x as it is.
-    key: of `spmd.random`, which may serve once; None: one that torch's generator of this worker gives, which is the
-    same on all workers, so that `torch.manual_seed` before the map decides what is drawn.
-    spec: in a body, how the whole of which x is a block is split over the axes along which x varies; blocks may be
-    uneven or empty. None or P(): x is the whole, the same on all workers.
+    key: of `spmd.random`, used once. None: one from this worker's generator, the same on all workers, so that
+    `torch.manual_seed` before the map determines it.
+    spec: in a body, how the whole tensor, of which x is a block, is split over the axes along which x varies. Blocks
+    may be uneven or empty. None or P(): x is the whole, the same on all workers.
 
-    Forward: what is dropped depends on the key and on the place in the whole, so it is what one worker would drop.
-    Linear in x, and its own adjoint. Cost: no bytes; with a spec the workers meet, to learn the shapes of all blocks.
+    Forward: the dropped entries depend on the key and on their index in the whole, so one worker would drop the same.
+    Linear in x, and its own adjoint. Cost: no bytes; with a spec the workers exchange the shapes of their blocks.
     Raises SpecError for another p, and for an x that varies without a spec; StateError for one that varies over more
-    axes than spec names; LayoutError for blocks that do not fit together. `nn.Dropout` draws for each worker's block by
-    itself, other entries on each.
+    axes than spec names; LayoutError for blocks that do not fit together. `nn.Dropout` draws for each worker's block
+    separately.
     """
     if not isinstance(p, int | float | np.floating) or not 0 <= p < 1:
         raise SpecError.at(
@@ -64,5 +64,5 @@ def dropout(
 
 def _key() -> np.ndarray:
     """A key, drawn from the generator of this worker."""
-    own = worker_generator() or torch.default_generator
-    return np.array([random_word(own, 32), random_word(own, 32)], np.uint32)
+    generator = worker_generator() or torch.default_generator
+    return np.array([random_word(generator, 32), random_word(generator, 32)], np.uint32)

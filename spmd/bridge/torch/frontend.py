@@ -1,4 +1,4 @@
-"""The frontend of tensors: what functions of bodies do differently with tensors than with NumPy arrays."""
+"""The frontend of tensors: the operations of functions of bodies that differ from those on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class TorchFrontend:
         if not worker.tracked:
             return start_call(op, _countable(op, plain(x)), context, frame)
         state = state_of_tensor(x)
-        wanted = admitted(op, x, state, worker)
-        if wanted is not state and needs_grad(x):
-            x = varied_copy(x, wanted)
-        begun = start_call(op, _countable(op, plain(x)), context, frame)
-        out = op.out_state(wanted)
-        return lambda: with_state(begun(), out)
+        input_state = admitted(op, x, state, worker)
+        if input_state is not state and needs_grad(x):
+            x = varied_copy(x, input_state)
+        finish = start_call(op, _countable(op, plain(x)), context, frame)
+        output_state = op.out_state(input_state)
+        return lambda: with_state(finish(), output_state)
 
     def state(self, x: torch.Tensor) -> State:
         return state_of_tensor(x)

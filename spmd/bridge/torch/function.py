@@ -21,7 +21,7 @@ from spmd.autodiff.dtypes import mean_dtype
 from spmd.bridge.torch.functorch import has_tangent, is_wrapped
 from spmd.bridge.torch.interop import array_dtype, block_of, owned, torch_dtype
 from spmd.bridge.torch.tensor_state import TensorWithState, needs_grad, no_overrides, plain
-from spmd.bridge.torch.worker_context import WorkerContext, refuse_lockstep
+from spmd.bridge.torch.worker_context import WorkerContext, assigned, refuse_lockstep
 from spmd.errors import caller
 from spmd.mesh import WORKER
 from spmd.operators.apply import launch
@@ -38,22 +38,19 @@ class _Function(torch.autograd.Function):
 
 Function: Any = _Function
 """Typed as Any, because subclasses give its methods other signatures."""
-_RECORDED: ContextVar[list[CollectiveCall] | None] = ContextVar("spmd_torch_captured", default=None)
+_RECORDED: ContextVar[list[CollectiveCall] | None] = ContextVar("spmd_torch_recorded", default=None)
 
 
 @contextmanager
 def recorded_calls() -> Iterator[list[CollectiveCall]]:
     """Record the collectives that are applied inside."""
     calls: list[CollectiveCall] = []
-    leaf_added = _RECORDED.set(calls)
-    try:
+    with assigned(_RECORDED, calls):
         yield calls
-    finally:
-        _RECORDED.reset(leaf_added)
 
 
 class CallSite:
-    """The line of a frame, without its variables. Adjoints count as called from the line of their forward."""
+    """The line of a frame, without its variables. An adjoint reports the line of its forward."""
 
     __slots__ = ("f_code", "f_globals", "f_lasti")
     f_back = None
@@ -65,17 +62,18 @@ class CallSite:
 class CollectiveCall:
     """One application of a collective by one worker.
 
-    place: the user's line. op: the operator; `run` replaces it by the one bound to the shapes of all blocks.
-    needs_grad: a cell: whether any worker's tensor is differentiated. key: of the parameter that this varies, in
-    `varied_copies`. leaf_added: whether backward ends here, since only another worker's tensor is differentiated.
-    scalar_term: whether this varies a scalar that meets Varying tensors.
+    call_site: the user's line. op: the operator; `run` replaces it by the one bound to the shapes of all blocks.
+    needs_grad: a list of one flag: whether any worker's tensor is differentiated.
+    key: in `varied_copies`, of the parameter that this call varies.
+    leaf_added: whether backward ends here, because only other workers' tensors are differentiated.
+    scalar_term: whether this call varies a scalar that meets Varying tensors.
     """
 
-    __slots__ = ("context", "finish", "key", "leaf_added", "needs_grad", "op", "place", "result", "scalar_term")
+    __slots__ = ("call_site", "context", "finish", "key", "leaf_added", "needs_grad", "op", "result", "scalar_term")
 
     def __init__(self, op: Collective, context: WorkerContext, frame: Any = None):
         user = caller(frame or sys._getframe(1))
-        self.place = None if user is None else CallSite(user)
+        self.call_site = None if user is None else CallSite(user)
         self.op: Any = op
         self.context = context
         self.needs_grad = [False]
@@ -85,23 +83,27 @@ class CollectiveCall:
         self.leaf_added = False
         self.scalar_term = False
 
+    def repeated(self) -> CollectiveCall:
+        """Another call of the same operator, from the same line."""
+        return CollectiveCall(self.op, self.context, self.call_site)
+
+    def apply(self, op: Any, x: torch.Tensor) -> torch.Tensor:
+        """Apply another operator, from the same line."""
+        return apply(op, x, self.context, self.call_site)
+
     def start(self, x: torch.Tensor) -> None:
         """Start the collective on the data of x."""
         op, worker = self.op, self.context.acting_worker()
         refuse_lockstep(worker)
-        block, lent = block_of(plain(x) if isinstance(x, TensorWithState) else x, worker, f"spmd.{op.function}")
-        began = WORKER.get()
-        if began is worker:
-            self.finish = launch(op, block, worker, self.place, self.needs_grad, lent)
-        else:  # a thread of torch's own
-            leaf_added = WORKER.set(worker)
-            try:
-                self.finish = launch(op, block, worker, self.place, self.needs_grad, lent)
-            finally:
-                WORKER.reset(leaf_added)
+        block, borrowed = block_of(plain(x) if isinstance(x, TensorWithState) else x, worker, f"spmd.{op.function}")
+        if WORKER.get() is worker:
+            self.finish = launch(op, block, worker, self.call_site, self.needs_grad, borrowed)
+            return
+        with assigned(WORKER, worker):  # in a thread of torch's own
+            self.finish = launch(op, block, worker, self.call_site, self.needs_grad, borrowed)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The result for x, of which this takes data only."""
+        """The result for the data of x."""
         if self.result is None:
             if type(self.op) is Vary:
                 return x.view_as(x)
@@ -117,7 +119,7 @@ class CollectiveCall:
 
 
 class LinearFunction(Function):
-    """A linear operator on this worker's block, for plain backward. Without `setup_context`, torch calls it three times
+    """A linear operator on this worker's block, for backward only. Without `setup_context`, torch calls it three times
     as fast."""
 
     @staticmethod
@@ -130,8 +132,8 @@ class LinearFunction(Function):
         call: CollectiveCall = ctx.call
         if call.key is not None:
             call.context.varied_copies.pop(call.key, None)
-        back = apply(call.op.back, g, call.context, call.place)
-        return (None if call.leaf_added else back), None
+        cotangent = call.apply(call.op.back, g)
+        return (None if call.leaf_added else cotangent), None
 
 
 class TransformableFunction(Function):
@@ -149,10 +151,7 @@ class TransformableFunction(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
-        call: CollectiveCall = ctx.call
-        if tangent is None:
-            return None
-        return apply(call.op, tangent, call.context, call.place)
+        return None if tangent is None else ctx.call.apply(ctx.call.op, tangent)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: torch.Tensor, call: CollectiveCall) -> Any:
@@ -160,11 +159,11 @@ class TransformableFunction(Function):
         parts = x.unbind(in_dims[0])
         if not parts:
             return _empty_batch(TransformableFunction, x, in_dims[0], call), 0
-        calls = [CollectiveCall(call.op, call.context, call.place) for _ in parts]
-        for part, t in zip(parts, calls, strict=True):
-            if type(t.op) is not Vary and not is_wrapped(part):
-                t.start(part)
-        results = [TransformableFunction.apply(part, t) for part, t in zip(parts, calls, strict=True)]
+        calls = [call.repeated() for _ in parts]
+        for part, part_call in zip(parts, calls, strict=True):
+            if type(part_call.op) is not Vary and not is_wrapped(part):
+                part_call.start(part)
+        results = list(map(TransformableFunction.apply, parts, calls))
         call.op = calls[0].op
         return torch.stack(results), 0
 
@@ -173,8 +172,8 @@ def _empty_batch(kind: Any, x: torch.Tensor, dim: int, call: CollectiveCall) -> 
     """The result for an empty batch. Its shape is that of a sample of zeros."""
     shape = list(x.shape)
     del shape[dim]
-    one = kind.apply(x.new_zeros(shape), CollectiveCall(call.op, call.context, call.place))
-    return one.new_zeros((0, *one.shape))
+    sample = kind.apply(x.new_zeros(shape), call.repeated())
+    return sample.new_zeros((0, *sample.shape))
 
 
 class ExtremumFunction(Function):
@@ -195,26 +194,24 @@ class ExtremumFunction(Function):
     def _weights(ctx: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The share of each entry in the cotangent, and the dimensions that are reduced."""
         dims = ctx.call.op.dims
-        x, top = ctx.saved_tensors
-        ties, count = ties_of(x, top, dims)
-        total = apply(
-            ctx.call.op.backward(interned(Sum, ctx.call.op.axes)), count.detach(), ctx.call.context, ctx.call.place
-        )
+        x, extremum = ctx.saved_tensors
+        ties, count = ties_of(x, extremum, dims)
+        total = ctx.call.apply(ctx.call.op.backward(interned(Sum, ctx.call.op.axes)), count.detach())
         return ties.detach() / total, dims
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         weights, dims = ExtremumFunction._weights(ctx)
         # The extremum and its cotangent are Invariant, so a derivative with respect to g is summed over workers.
-        g = apply(Vary(ctx.call.op.axes), g, ctx.call.context, ctx.call.place)
+        g = ctx.call.apply(Vary(ctx.call.op.axes), g)
         return (expanded(g, dims) * weights).to(g.dtype), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, _: Any) -> Any:
         weights, dims = ExtremumFunction._weights(ctx)
         share = tangent * weights
-        back = ctx.call.op.backward(interned(Sum, ctx.call.op.axes))
-        total = apply(back, share.sum(dims) if dims else share, ctx.call.context, ctx.call.place)
+        sum_shares = ctx.call.op.backward(interned(Sum, ctx.call.op.axes))
+        total = ctx.call.apply(sum_shares, share.sum(dims) if dims else share)
         return total.to(tangent.dtype)
 
     @staticmethod
@@ -222,9 +219,7 @@ class ExtremumFunction(Function):
         parts = x.unbind(in_dims[0])
         if not parts:
             return _empty_batch(ExtremumFunction, x, in_dims[0], call), 0
-        return torch.stack(
-            [ExtremumFunction.apply(part, CollectiveCall(call.op, call.context, call.place)) for part in parts]
-        ), 0
+        return torch.stack([ExtremumFunction.apply(part, call.repeated()) for part in parts]), 0
 
 
 def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -234,11 +229,11 @@ def expanded(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return x
 
 
-def ties_of(x: torch.Tensor, top: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ones where x attains the extremum `top` over dims, and their count on this worker."""
-    top = expanded(top, dims)
+def ties_of(x: torch.Tensor, extremum: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ones where x attains the extremum over dims, and their count on this worker."""
+    extremum = expanded(extremum, dims)
     wide = mean_dtype(array_dtype(x.dtype))  # a short number does not hold a large count
-    ties = ((x == top) | ((x != x) & (top != top))).to(x.dtype if wide is None else torch_dtype(wide))
+    ties = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype if wide is None else torch_dtype(wide))
     return ties, ties.sum(dims, keepdim=True) if dims else ties
 
 

@@ -66,7 +66,7 @@ class ParameterGradient:
             self.version = self.p.grad._version
 
     def check_grad(self) -> None:
-        """Take notice of what the user has done to `.grad` since a backward that sent nothing."""
+        """Handle changes of `.grad` by the user since a backward that sent nothing. Raises StateError for some."""
         grad = self.p.grad
         if grad is None:
             self.unsynced, self.base = False, None
@@ -77,14 +77,14 @@ class ParameterGradient:
                     argument=self.name,
                     got="a .grad that was changed after a backward under no_sync, which added this worker's own "
                     "part to a sum of earlier ones",
-                    need="the one or the other alone, or a .grad that is left as it is",
+                    need="a .grad that holds only one of the two, or is left unchanged",
                     mend="optimizer.zero_grad() before no_sync; or change .grad after the sum",
                 )
             self.base = None  # the user has cleared it
 
 
 class Bucket:
-    """Gradients of one dtype that are sent together. missing: how many this backward has not computed yet."""
+    """Gradients of one dtype that are sent together. missing: the number that this backward has not computed yet."""
 
     __slots__ = ("gradients", "handle", "like", "missing")
 

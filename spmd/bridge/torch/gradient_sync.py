@@ -1,8 +1,8 @@
-"""Sum the gradients of a module over workers while backward runs: the engine of `data_parallel`.
+"""Sum the gradients of a module over workers while backward runs, for `data_parallel`.
 
 Each leaf has one AccumulateGrad node, which runs once in each backward. Before it runs, the earlier value of `.grad`,
-which is one value on all workers, is set aside. After it, `.grad` holds this worker's own gradient, and a bucket sends
-it without a copy. A callback at the end of backward waits for the sums, and adds them to what was set aside.
+which is the same on all workers, is set aside. After it, `.grad` holds this worker's own gradient, and a bucket sends
+it without a copy. A callback at the end of backward waits for the sums, and adds the values that were set aside.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from spmd.bridge.torch.module_broadcast import (
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
-from spmd.bridge.torch.worker_context import WorkerContext, context_of, device_of
+from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of, device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import WORKER, Worker
@@ -41,8 +41,8 @@ from spmd.transport.call import LEDGERS
 
 __all__ = ["WHERE", "GradientSync"]
 
-_FIRST = 2**64 - 1
-"""The sequence number that torch gives to AccumulateGrad nodes: backward runs them as soon as it can."""
+_HIGHEST_PRIORITY = 2**64 - 1
+"""The sequence number of AccumulateGrad nodes, which backward runs as soon as it can."""
 _engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 
@@ -59,7 +59,7 @@ class Options(Protocol):
 
 
 class _Token:
-    """Lives as long as a backward: the callback at its end holds it, and torch drops both if backward raises."""
+    """Lives as long as a backward: its final callback holds it, and torch drops both if backward raises."""
 
     __slots__ = ("__weakref__",)
 
@@ -67,18 +67,18 @@ class _Token:
 class GradientSync:
     """Sums the gradients of one worker's module.
 
-    context: of the worker; threads of torch act for it. entries: the dictionaries that hold the parameters.
-    gradients: those that are summed, in the order of the module; the other parameters are fixed.
-    token: of the backward that runs. begun: whether it has reached a parameter. sent: the number of buckets that it has
-    started. order: in which its gradients arrived.
+    context: of the worker, for which threads of torch act. entries: where each parameter is: dictionary, name, value.
+    gradients: those that are summed, in the order of the module. fixed: the other parameters.
+    token: of the backward that runs. begun: whether it has reached a parameter. sent: the number of buckets whose sums
+    it has started. order: the indices of gradients, as they arrived.
     """
 
-    def __init__(self, model: Options, worker: Worker, before: GradientSync | None = None):
+    def __init__(self, model: Options, worker: Worker, former: GradientSync | None = None):
         module = model.module
         self.model = weakref.ref(model)
         self.axes: tuple[str, ...] = model.axis_name
         self.state = state_of((*self.axes, *model.varying))
-        self.undeclared: dict[int, Difference] = {} if before is None else before.undeclared
+        self.undeclared: dict[int, Difference] = {} if former is None else former.undeclared
         self.size = worker.group(self.axes).size
         self.mean = model.reduction == "mean"
         self.overlap = model.overlap
@@ -98,13 +98,15 @@ class GradientSync:
         ]
         named = list(module.named_parameters())
         self.buffers = list(module.buffers()) if model.broadcast_buffers else []
-        copied = before is not None and before.model() is not model
-        wanted = self._agreed(worker, named) if not copied else self._as_in(before, module)
-        summed_state = [np for np, w in zip(named, wanted, strict=True) if w]
-        self.gradients = [ParameterGradient(k, name, p) for k, (name, p) in enumerate(summed_state)]
-        self.fixed = [p for (_, p), w in zip(named, wanted, strict=True) if not w]
-        if before is not None and not copied:
-            self._take_over(before)
+        if former is not None and former.model() is not model:  # this is a copy, with the same gradients
+            names = {g.name for g in former.gradients}
+        else:
+            names = self._differentiated(worker, named)
+        summed = [(name, p) for name, p in named if name in names]
+        self.gradients = [ParameterGradient(index, name, p) for index, (name, p) in enumerate(summed)]
+        self.fixed = [p for name, p in named if name not in names]
+        if former is not None and former.model() is model:
+            self._take_over(former)
         self.buckets = fill_buckets(self.gradients, range(len(self.gradients) - 1, -1, -1), self.limit)
         kinds = {(g.p.dtype, g.p.device) for g in self.gradients}
         self.order_agreed = not self.overlap or self.size == 1 or len(self.buckets) <= len(kinds)
@@ -114,32 +116,28 @@ class GradientSync:
 
     # Parameters
 
-    def _agreed(self, worker: Worker, named: list[tuple[str, nn.Parameter]]) -> list[bool]:
-        """Which parameters any worker differentiates. Raises MismatchError if names, shapes or dtypes differ."""
+    def _differentiated(self, worker: Worker, named: list[tuple[str, nn.Parameter]]) -> set[str]:
+        """The names of the parameters that any worker differentiates. Raises MismatchError if modules differ."""
         for name, p in named:
             array_dtype(p.dtype, f"{WHERE}, parameter {name}")
         text = repr([(name, tuple(p.shape), p.dtype) for name, p in named])
         entries = sum(p.numel() for _, p in named)
         detail = f"{len(named)} parameters of {entries} entries together, digest {zlib.crc32(text.encode()):08x}"
-        return any_worker(worker, self.axes, [p.requires_grad for _, p in named], detail)
+        flags = any_worker(worker, self.axes, [p.requires_grad for _, p in named], detail)
+        return {name for (name, _), flag in zip(named, flags, strict=True) if flag}
 
-    def _as_in(self, before: Any, module: nn.Module) -> list[bool]:
-        """Which parameters are summed: those of the module that this is a copy of."""
-        summed_state = {g.name for g in before.gradients}
-        return [name in summed_state for name, _ in module.named_parameters()]
-
-    def _take_over(self, before: GradientSync) -> None:
-        """Take over gradients that were not summed yet, after parameters were released or replaced."""
-        former = {id(g.p): g for g in before.gradients}
+    def _take_over(self, former: GradientSync) -> None:
+        """Take over gradients that are not summed yet, after parameters were unfrozen or replaced."""
+        former_gradients = {id(g.p): g for g in former.gradients}
         for g in self.gradients:
-            old = former.get(id(g.p))
+            old = former_gradients.get(id(g.p))
             if old is not None:
                 g.base, g.unsynced, g.version = old.base, old.unsynced, old.version
-        self.syncing = before.syncing
-        before.release()
+        self.syncing = former.syncing
+        former.release()
 
     def outdated(self) -> bool:
-        """Whether a parameter was released, replaced or converted since."""
+        """Whether a parameter was unfrozen, replaced or converted since."""
         for g in self.gradients:
             if g.node is None and g.p.requires_grad:
                 self._hook(g)
@@ -152,12 +150,12 @@ class GradientSync:
     def _claim(self) -> None:
         """Register hooks of the gradients. Raises StateError if another module sums them."""
         self.handles: list[Any] = []
-        me = weakref.ref(self)
-        taken: list[int] = []
-        self.release = weakref.finalize(self, _release, taken, self.handles)
+        reference = weakref.ref(self)
+        claimed: list[int] = []
+        self.release = weakref.finalize(self, _release, claimed, self.handles)
         for _, _, p in self.entries:
-            if GRADIENT_SYNCS.setdefault(id(p), me) is me:
-                taken.append(id(p))
+            if GRADIENT_SYNCS.setdefault(id(p), reference) is reference:
+                claimed.append(id(p))
                 continue
             other = GRADIENT_SYNCS[id(p)]()
             raise StateError.at(
@@ -174,24 +172,25 @@ class GradientSync:
                 self._hook(g)
 
     def _hook(self, g: ParameterGradient) -> None:
-        me = weakref.ref(self)
+        """Call `_before_accumulate` and `_after_accumulate` around the AccumulateGrad node of a parameter."""
+        reference = weakref.ref(self)
 
         def before(_: Any) -> None:
-            sums = me()
-            if sums is not None:
-                sums._before_accumulate(g)
+            sync = reference()
+            if sync is not None:
+                sync._before_accumulate(g)
 
         def after(_: Any) -> None:
-            sums = me()
-            if sums is not None:
-                sums._after_accumulate(g)
+            sync = reference()
+            if sync is not None:
+                sync._after_accumulate(g)
 
         with torch.enable_grad():
             view: Any = g.p.view_as(g.p)
-        g.node = view.grad_fn.next_functions[0][0]  # held, so that torch does not make another one
+        g.node = view.grad_fn.next_functions[0][0]  # keeps the node alive, so torch makes no other
         self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
 
-    # Places
+    # The worker
 
     def bind(self, worker: Worker, new: bool = False) -> None:
         """Act for this worker from now on. Raises MeshError if the module was made on another worker."""
@@ -209,58 +208,51 @@ class GradientSync:
     def _acting(self) -> Iterator[Worker]:
         """The worker, set as the current one; threads of torch run parts of backward."""
         worker = self.context.acting_worker()
-        if WORKER.get() is worker:
+        with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
             yield worker
-            return
-        token = WORKER.set(worker)
-        try:
-            yield worker
-        finally:
-            WORKER.reset(token)
 
     # Forward
 
     @contextmanager
     def varied(self, worker: Worker) -> Iterator[None]:
-        """Let the parameters of the module vary, so that this worker's own gradients reach them.
+        """Replace the module's parameters by Varying ones, so that backward computes this worker's own gradients.
 
-        Otherwise each would be varied where it meets data, and summed by itself.
+        Otherwise each parameter would be varied where it meets data, and its gradient would be summed by itself.
         """
         if not worker.tracked:
             yield
             return
-        varied_parameter: Any
         varied_by_id: dict[int, Any] = {}
         swapped: list[tuple[dict[str, Any], str, Any, Any]] = []
         try:
             for owner, name, p in self.entries:
                 if owner.get(name) is p:
-                    varied_parameter = varied_by_id.get(id(p))
-                    if varied_parameter is None:
-                        leaf: Any = p
-                        varied_parameter = leaf.varied(self.state) if is_partitioned(p) else with_state(p, self.state)
-                        varied_by_id[id(p)] = varied_parameter
-                        varied_parameter.replica = True
-                        if id(p) in self.undeclared:
-                            to_be_declared(varied_parameter, self.undeclared[id(p)])
-                        if varied_parameter.grad_fn is not None:
-                            # Backward runs this node as soon as its gradient is there.
-                            varied_parameter.grad_fn._set_sequence_nr(_FIRST)
-                    owner[name] = varied_parameter
-                    swapped.append((owner, name, varied_parameter, p))
+                    if id(p) not in varied_by_id:
+                        varied_by_id[id(p)] = self._varied_parameter(p)
+                    owner[name] = varied_by_id[id(p)]
+                    swapped.append((owner, name, owner[name], p))
             for owner, name in self.statistics:
                 b = owner.get(name)
                 if b is not None:
-                    owner[name] = varied_parameter = with_state(b, self.state)
-                    swapped.append((owner, name, varied_parameter, b))
+                    owner[name] = with_state(b, self.state)
+                    swapped.append((owner, name, owner[name], b))
             yield
         finally:
-            for owner, name, varied_parameter, p in swapped:
-                if owner.get(name) is varied_parameter:
-                    owner[name] = p
+            for owner, name, varied, original in swapped:
+                if owner.get(name) is varied:
+                    owner[name] = original
+
+    def _varied_parameter(self, p: Any) -> Any:
+        varied: Any = p.varied(self.state) if is_partitioned(p) else with_state(p, self.state)
+        varied.replica = True
+        if id(p) in self.undeclared:
+            to_be_declared(varied, self.undeclared[id(p)])
+        if varied.grad_fn is not None:
+            varied.grad_fn._set_sequence_nr(_HIGHEST_PRIORITY)  # runs as soon as its gradient is there
+        return varied
 
     def watch_outputs(self, out: Any) -> None:
-        """Notice a backward when it starts at these results, so that its end is noticed. A nested backward, as of
+        """Register the final callback of a backward that starts at these results. A nested backward, such as that of
         `torch.utils.checkpoint`, may reach parameters first. The results keep this object alive."""
 
         def entered(_: Any) -> None:
@@ -277,12 +269,12 @@ class GradientSync:
         """Register a callback at the end of the backward that runs."""
         if self.token is not None and self.token() is not None:
             return
-        token, me = _Token(), weakref.ref(self)
+        token, reference = _Token(), weakref.ref(self)
 
         def raised(_: Any) -> None:
-            sums = me()
-            if sums is not None:
-                sums._abort()
+            sync = reference()
+            if sync is not None:
+                sync._abort()
 
         self.token = weakref.ref(token, raised)
         _engine.queue_callback(partial(self._end, token))
@@ -308,7 +300,7 @@ class GradientSync:
         if g.arrived:
             if g.bucket.handle is None:
                 return
-            self._finish()  # A nested backward reaches it again: sum once more.
+            self._finish()  # a nested backward computes this gradient once more, so it is summed once more
         self.begun = True
         g.put_aside()
 
@@ -361,13 +353,13 @@ class GradientSync:
             bucket.missing = len(bucket.gradients)
 
     def _send(self, worker: Worker) -> None:
-        """Start the sum of the next bucket. The last one carries which gradients each worker has."""
+        """Start the sum of the next bucket. The last bucket also counts the workers that have each gradient."""
         bucket = self.buckets[self.sent]
         self.sent += 1
-        blocks = [self._block(self._part(g), g.p, worker) for g in bucket.gradients]
+        blocks = [self._block(self._summand(g), g.p, worker) for g in bucket.gradients]
         if self.sent == len(self.buckets):
-            some = [g.own() is not None for g in self.gradients]
-            blocks.append(self._block(bucket.like.new_tensor(some), bucket.like, worker))
+            mask = [g.own() is not None for g in self.gradients]
+            blocks.append(self._block(bucket.like.new_tensor(mask), bucket.like, worker))
         size = (sum(b.size for b in blocks),)
         detail = f"gradients of {bucket.gradients[0].name} and {len(bucket.gradients) - 1} more"
         call = sync_call(
@@ -379,13 +371,13 @@ class GradientSync:
         call.borrowed = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
-    def _part(self, g: ParameterGradient) -> torch.Tensor | None:
-        """This worker's summand. For a mean, float16 is divided first, as DDP does: the sum might overflow."""
+    def _summand(self, g: ParameterGradient) -> torch.Tensor | None:
+        """This worker's summand. For a mean, float16 is divided first, as by DDP, because the sum might overflow."""
         own = g.own()
         return own / self.size if own is not None and self.mean and own.dtype is torch.float16 else own
 
     def _block(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
-        """A gradient as a block that may be sent without a copy: it is written only when the sum is there."""
+        """A gradient, or zeros, as a block that is sent without a copy: it is written to only when the sum is there."""
         x = torch.zeros_like(local_data(like).detach()) if x is None else local_data(x)
         return block_of(x, worker, WHERE)[0]
 
@@ -417,15 +409,16 @@ class GradientSync:
                 self._send(worker)
             totals: list[Any] = [b.handle.wait() for b in self.buckets]  # type: ignore[union-attr]
             *totals[-1], mask = totals[-1]
-            some = to_host(mask).tolist()
+            counts = to_host(mask).tolist()
             for bucket, total in zip(self.buckets, totals, strict=True):
-                self._store(bucket, total, some)
+                self._store(bucket, total, counts)
             self._reset()
 
-    def _store(self, bucket: Bucket, totals: list[Any], some: list[Any]) -> None:
+    def _store(self, bucket: Bucket, totals: list[Any], counts: list[Any]) -> None:
+        """Store sums in `.grad`. counts: for each gradient, how many workers have it."""
         stored: list[tuple[ParameterGradient, torch.Tensor]] = []
         for g, total in zip(bucket.gradients, totals, strict=True):
-            if not some[g.index]:
+            if not counts[g.index]:
                 g.restore()
                 continue
             own = g.own()
@@ -434,9 +427,9 @@ class GradientSync:
             own = own if is_partitioned(own) else plain(own)
             write(local_data(own), total)
             stored.append((g, own))
-        whole = [own for _, own in stored if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
-        if whole:
-            torch._foreach_div_(whole, self.size)  # type: ignore[attr-defined]
+        undivided = [own for _, own in stored if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
+        if undivided:
+            torch._foreach_div_(undivided, self.size)  # type: ignore[attr-defined]
         for g, own in stored:
             base = g.base if g.set_aside else g.p.grad
             g.p.grad = own if base is None else base.add_(own)
@@ -444,11 +437,10 @@ class GradientSync:
 
     def _agree_order(self, worker: Worker, order: list[int]) -> None:
         """Fill the buckets in the order in which gradients arrived on the first worker."""
-        others = [g.index for b in self.buckets for g in b.gradients]
-        own_order = torch.tensor(list(dict.fromkeys(order + others)), device=device_of(worker))
-        self.buckets = fill_buckets(
-            self.gradients, broadcast_first(worker, self.axes, own_order, "order of gradients").tolist(), self.limit
-        )
+        all_indices = [g.index for b in self.buckets for g in b.gradients]
+        own_order = torch.tensor(list(dict.fromkeys(order + all_indices)), device=device_of(worker))
+        first_order = broadcast_first(worker, self.axes, own_order, "order of gradients").tolist()
+        self.buckets = fill_buckets(self.gradients, first_order, self.limit)
         self._reset()
         self.order_agreed = True
 
@@ -461,8 +453,9 @@ class GradientSync:
             self.undeclared = differing(worker, model.module, (*self.axes, *model.varying))
 
 
-def _release(taken: list[int], handles: list[Any]) -> None:
-    for k in taken:
-        GRADIENT_SYNCS.pop(k, None)
+def _release(claimed: list[int], handles: list[Any]) -> None:
+    """Give up parameters, by id, and remove hooks."""
+    for key in claimed:
+        GRADIENT_SYNCS.pop(key, None)
     for handle in handles:
         handle.remove()

@@ -25,10 +25,10 @@ __all__: list[str] = []
 _BUFFERS = ("running_mean", "running_var")
 
 
-def _refuse(where: str, x: Any, *like: torch.Tensor | None) -> None:
-    """Raise where x varies along axes along which not all of some tensors do: the statistics, or else the weight."""
-    given = [state_of_tensor(y).varying for y in like if y is not None]
-    axes = sorted(state_of_tensor(x).varying.difference(frozenset.intersection(*given) if given else ()))
+def _check_axes(where: str, x: Any, *buffers: torch.Tensor | None) -> None:
+    """Raise if x varies along axes along which not all of the buffers do. Without buffers, along any axis."""
+    varying = [state_of_tensor(b).varying for b in buffers if b is not None]
+    axes = sorted(state_of_tensor(x).varying.difference(frozenset.intersection(*varying) if varying else ()))
     if not axes:
         return
     axis = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
@@ -51,19 +51,19 @@ def _batch_norm(mean: int, weight: int) -> Callable[[Callable, Any, dict], None]
 
     def rule(func: Callable, args: Any, kwargs: dict) -> None:
         if argument(args, kwargs, 5, "training", False):
-            like = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
-            if like[0] is None:
-                like = [argument(args, kwargs, weight, "weight")]
-            _refuse(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *like)
+            buffers = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+            if buffers[0] is None:
+                buffers = [argument(args, kwargs, weight, "weight")]
+            _check_axes(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
 
     return rule
 
 
 def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
     def rule(func: Callable, args: Any, kwargs: dict) -> None:
-        like = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
-        if like[0] is not None and argument(args, kwargs, 5, "use_input_stats", True):
-            _refuse(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *like)
+        buffers = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
+        if buffers[0] is not None and argument(args, kwargs, 5, "use_input_stats", True):
+            _check_axes(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
 
     return rule
 
@@ -107,7 +107,7 @@ def _refusing(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self: Any, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, Tensor) and (self.training or self.running_mean is None):
-            _refuse("torch.nn.SyncBatchNorm", input)
+            _check_axes("torch.nn.SyncBatchNorm", input)
         return forward(self, input)
 
     return call

@@ -1,8 +1,8 @@
-"""Tensors as arrays and arrays as tensors, without a copy where no one can notice.
+"""Tensors as arrays and arrays as tensors, without a copy if no other code can see the difference.
 
-A collective reads the memory of a tensor. Its result is memory of one of three kinds. New memory that only this worker
-holds becomes a tensor without a copy. Memory that other workers read too is copied, because torch may write to it.
-Memory of this worker's own tensor is copied too, because autograd does not know of such a view.
+A collective reads the memory of a tensor. Its result is in memory of one of three kinds. New memory that only this
+worker holds becomes a tensor without a copy. Memory that other workers read too is copied, because torch may write to
+it. Memory of this worker's own tensor is copied too, because autograd does not know of such a view.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "write",
 ]
 
-_NAMES = (
+_DTYPE_NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 complex64 complex128 bfloat16"
 ).split()
 
@@ -62,12 +62,12 @@ def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtyp
     name = str(dtype).removeprefix("torch.")
     if name == "bfloat16":
         return _bfloat16()
-    if name not in _NAMES:
+    if name not in _DTYPE_NAMES:
         raise LayoutError.at(
             where,
             argument="x",
             got=f"a tensor of {dtype}",
-            need=f"one of {', '.join(_NAMES)}",
+            need=f"one of {', '.join(_DTYPE_NAMES)}",
             mend="x.to(torch.float32) before",
         )
     return np.dtype(name)
@@ -77,12 +77,12 @@ def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtyp
 def torch_dtype(dtype: Any) -> torch.dtype:
     """torch's dtype for one of NumPy's."""
     name = np.dtype(dtype).name
-    result = getattr(torch, name, None) if name in _NAMES else None
+    result = getattr(torch, name, None) if name in _DTYPE_NAMES else None
     if result is None:
         raise LayoutError.at(
             "spmd.bridge.torch",
             got=f"an array of {name}",
-            need=f"one of {', '.join(_NAMES)}",
+            need=f"one of {', '.join(_DTYPE_NAMES)}",
             mend='x.astype("float32") before',
         )
     return result
@@ -100,7 +100,7 @@ def borrowed(x: torch.Tensor) -> Any:
 
 
 def array_of(x: torch.Tensor) -> Any:
-    """The data of a tensor as an array; None where there is none yet, as in compiled functions and under vmap."""
+    """The data of a tensor as an array; None where it has none, as in compiled functions and under vmap."""
     x = plain(x)
     if torch.compiler.is_compiling():
         return None
@@ -160,12 +160,12 @@ def owned(cell: list[Any]) -> torch.Tensor:
     The tensor shares the memory if no other reference to it exists; otherwise it is a copy.
     """
     array = cell.pop()
-    if on_device(array) or not array.flags.c_contiguous or _names(array) > _ALONE:
+    if on_device(array) or not array.flags.c_contiguous or sys.getrefcount(array) > _UNSHARED_ARRAY:
         return _copied(array)
     owner = array
     while isinstance(owner.base, np.ndarray) and type(owner.base) not in (PooledBase, ExtendedBase):
         owner = owner.base
-        if _names(owner) > _HELD:
+        if sys.getrefcount(owner) > _UNSHARED_BASE:
             return _copied(array)
     if owner.base is not None and type(owner.base) is not PooledBase:  # foreign memory, as of this worker's own tensor
         return _copied(array)
@@ -184,23 +184,19 @@ def write(x: torch.Tensor, array: Any) -> None:
         np.copyto(x.numpy(), array)
 
 
-def _names(x: Any) -> int:
-    return sys.getrefcount(x)
-
-
-def _counted() -> tuple[int, int]:
+def _reference_counts() -> tuple[int, int]:
     """The reference counts, in `owned`, of an array that no other code holds, and of the base of such a view."""
     cell = [np.empty(4)]
     array = cell.pop()
-    alone = _names(array)
+    array_count = sys.getrefcount(array)
     cell = [np.empty(4)[1:]]
     array = cell.pop()
     owner = array
     owner = owner.base
-    return alone, _names(owner)
+    return array_count, sys.getrefcount(owner)
 
 
-_ALONE, _HELD = _counted()
+_UNSHARED_ARRAY, _UNSHARED_BASE = _reference_counts()
 
 
 def shaped_like(x: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Layouts of tensors of any shape: `Grid`, and layouts found from the shapes of all blocks."""
+"""Layouts of tensors of any shape: `Grid`, and layouts computed from the shapes of all blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Grid:
     the other axes.
 
     DistDL's partition: `Grid((2, 2), workers=[4, 5, 6, 7])`.
-    Raises LayoutError for numbers that are none, and, when an array comes, for one of fewer dimensions.
+    Raises LayoutError for arguments that are not numbers, and in a call for an array of fewer dimensions.
     """
 
     dims: tuple[int, ...]
@@ -92,7 +92,7 @@ class Grid:
                 argument="dims",
                 got=f"{self.dims} for an array of shape {list(shape)}",
                 need=f"at most {len(shape)} numbers of blocks, one for each dimension",
-                mend="leave dimensions out at the front; copies= counts copies of each block",
+                mend="leave out the first dimensions; copies= counts copies of each block",
             )
         whole = (1,) * (len(shape) - len(self.dims))
         return Layout.grid(shape, (*whole, *self.dims, self.copies), axes, self.workers)
@@ -206,7 +206,7 @@ def _regridded(grid: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int]]
 
 
 def resolve_layout(where: str, x: Any, spec: LayoutLike, axes: dict[str, int], worker: Worker) -> Layout:
-    """The layout of a tensor: as it is given, or found from the shapes of all blocks (collective)."""
+    """The layout of a tensor: the given one, or one computed from the shapes of all blocks (collective)."""
     if isinstance(spec, Layout):
         return spec
     return layout_of_shapes(where, gather_shapes(where, x, tuple(axes), worker), spec, tuple(axes.items()))
@@ -249,10 +249,10 @@ def broadcast_grid(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tup
             need="grids that broadcast: in each dimension, counted from the last, one block or as many",
             mend="spt.Repartition to blocks that fit, before or after; no copies in the smaller one",
         )
-    held = np.array(large.members).reshape(*b, large.copies)
-    own = [d for d in range(n) if a[d] == b[d]]
-    order = [*own, *(d for d in range(n) if d not in own), n]
-    return (*a[n - ndim :], held.size // math.prod(a)), tuple(held.transpose(order).ravel().tolist())
+    members = np.array(large.members).reshape(*b, large.copies)
+    unbroadcast = [d for d in range(n) if a[d] == b[d]]
+    order = [*unbroadcast, *(d for d in range(n) if d not in unbroadcast), n]
+    return (*a[n - ndim :], members.size // math.prod(a)), tuple(members.transpose(order).ravel().tolist())
 
 
 def copied_layout(where: str, layout: Layout, large: Grid) -> Layout:

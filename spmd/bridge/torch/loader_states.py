@@ -26,7 +26,7 @@ def _axes_of(sampler: Any) -> tuple[str, ...]:
 
 
 def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A batch with all its tensors declared: the containers that DataLoader pins, and dataclasses."""
+    """A batch with all its tensors declared, in the containers that DataLoader pins and in dataclasses."""
     each = functools.partial(_declared, declare=declare)
     if isinstance(x, torch.Tensor):
         return declare(x)
@@ -49,8 +49,8 @@ def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _declaring(step: Callable) -> Callable:
-    """The next batch of a DataLoader's iterator, declared. So loaders that users make of a sampler are covered too, and
-    nothing of it happens in processes that read data, which know of no mesh."""
+    """The next batch of a DataLoader's iterator, declared. This covers loaders that users construct with a sampler, and
+    runs in the worker only: processes that read data have no mesh."""
 
     @functools.wraps(step)
     def call(self: Any) -> Any:

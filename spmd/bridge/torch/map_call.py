@@ -1,4 +1,4 @@
-"""One call of a map: run the bodies, join the results, and run the graphs of the workers back."""
+"""One call of a map: run the bodies, join the results, and run backward through the graphs of the workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ from spmd.state import state_of
 
 
 class MapCall:
-    """One call of a map: its arguments, and how to run it forward, back, and along tangents."""
+    """One call of a map: its forward, its backward and its derivative along tangents.
+
+    diff_arguments, diff_values: positions and values of the differentiated arguments. diff_results: positions of the
+    differentiated results. specs: the layouts of the results.
+    """
 
     def __init__(self, mapped: Any, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
         self.mapped = mapped
@@ -48,44 +52,44 @@ class MapCall:
         self.diff_arguments = [
             k for k, leaf in enumerate(leaves) if leaf.spec is not None and is_differentiated(leaf.value)
         ]
-        self.given: list[torch.Tensor] = [leaves[k].value for k in self.diff_arguments]
+        self.diff_values: list[torch.Tensor] = [leaves[k].value for k in self.diff_arguments]
         self.results: list[Any] = []
         self.treedef: Any = None
-        self.diff_results: list[int] = []  # which results are differentiated
+        self.diff_results: list[int] = []
         self.specs: list[Layout | None] = []
         self.own_run: MapRun | None = None
 
     def result(self) -> Any:
         """Run the map. Record it in the graph of the caller if an argument or a captured tensor is differentiated."""
-        if any(is_wrapped(x) or tangent_of(x) is not None for x in self.given):
-            outs = MapFunction.apply(self, None, *self.given)
+        if any(is_wrapped(x) or tangent_of(x) is not None for x in self.diff_values):
+            outs = MapFunction.apply(self, None, *self.diff_values)
         else:
-            run = self.forward(self.given)
+            run = self.forward(self.diff_values)
             if not (run.inputs or run.leaves) or not self.diff_results:
                 return tree.unflatten(self.treedef, self.results)
-            outs = MapFunction.apply(self, run, *self.given, *run.leaves)
+            outs = MapFunction.apply(self, run, *self.diff_values, *run.leaves)
         outs = outs if isinstance(outs, tuple) else (outs,)
-        final = list(self.results)
+        results = list(self.results)
         for k, y in zip(self.diff_results, outs, strict=True):
-            final[k] = y
+            results[k] = y
         self._forget()
-        return tree.unflatten(self.treedef, final)
+        return tree.unflatten(self.treedef, results)
 
     def _forget(self) -> None:
-        """Drop the results: they hold their graph, which holds this call, and no collector sees that circle."""
+        """Drop the results: they hold their graph, which holds this call, and no collector sees that cycle."""
         self.results, self.own_run = [], None
 
     # Forward
 
-    def forward(self, given: Sequence[torch.Tensor]) -> MapRun:
+    def forward(self, diff_values: Sequence[torch.Tensor]) -> MapRun:
         """Run all workers, each with its own graph. Keeps the joined results."""
         mapped, mesh = self.mapped, self.mesh
-        follow = torch.is_grad_enabled() or bool(self.diff_arguments)
+        grad_enabled = torch.is_grad_enabled() or bool(self.diff_arguments)
         tracked = mapped.check or bool(self.diff_arguments)
-        run = MapRun(self, bool(self.diff_arguments) or (follow and mapped.check))
-        blocks = self._blocks(given)
-        before = [(leaf, leaf.value._version) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
-        local = thread_state(enabled=follow)
+        run = MapRun(self, bool(self.diff_arguments) or (grad_enabled and mapped.check))
+        blocks = self._blocks(diff_values)
+        versions = [(leaf, leaf.value._version) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+        local = thread_state(enabled=grad_enabled)
 
         def body(worker: Worker) -> BodyResults:
             context = run.context(worker.index)
@@ -100,8 +104,8 @@ class MapCall:
 
         outcome = self._execute(body, tracked)
         run.generators.leave()
-        for leaf, version in before:
-            self._unchanged(leaf, version)
+        for leaf, version in versions:
+            self._check_unchanged(leaf, version)
         self._note_arguments(outcome, blocks)
         self.treedef = one_structure(self.where, mesh, outcome)
         results = joined_leaves(self.where, mesh, outcome, mapped.check, mapped.turns)
@@ -111,7 +115,7 @@ class MapCall:
         return run
 
     def _note_arguments(self, outcome: Any, blocks: list[Any]) -> None:
-        """Note the tensors and arrays that this process, one of several, passed of its own: see `Mapped`."""
+        """Note the tensors and arrays that this process, one of several, passed: see `Mapped`."""
         mapped, mesh = self.mapped, self.mesh
         if not (outcome.replicas.distributed and mapped.check and mesh.checks):
             return
@@ -140,17 +144,17 @@ class MapCall:
         clear_errors()
         shared = self.mesh.transport.name == "local" and self.mesh.size > 1
         if shared and "torch._dynamo" in sys.modules:
-            # While one worker compiles a function, another may run it uncompiled. torch has one flag of tracing for
-            # all threads, so it would take that for a function that traces itself.
+            # While one worker compiles a function, another may run it uncompiled. torch has one tracing flag for all
+            # threads, so it would mistake that for a function that traces itself.
             sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with shared_dual_level() if shared else nullcontext():
             number = next_turn(self.mapped.turns, body.__name__)
             return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number)
 
-    def _blocks(self, given: Sequence[torch.Tensor]) -> list[Any]:
+    def _blocks(self, diff_values: Sequence[torch.Tensor]) -> list[Any]:
         """For each argument its blocks by worker; the argument itself if it is not laid out."""
         values = [leaf.value for leaf in self.leaves]
-        for k, x in zip(self.diff_arguments, given, strict=True):
+        for k, x in zip(self.diff_arguments, diff_values, strict=True):
             values[k] = x
         return [
             x if leaf.spec is None or not hasattr(x, "shape") else self.split(x, leaf.spec)
@@ -169,17 +173,17 @@ class MapCall:
         x = x.detach()
         return {w: _block(x, layout, w) for w in mesh.local_workers}
 
-    def _argument(self, x: torch.Tensor, leaf: Leaf, followed: bool, tracked: bool) -> torch.Tensor:
-        """A block as the body sees it: a leaf of the worker's graph if it is differentiated."""
+    def _argument(self, x: torch.Tensor, leaf: Leaf, differentiated: bool, tracked: bool) -> torch.Tensor:
+        """A block as an argument of the body: a leaf of the worker's graph if it is differentiated."""
         x = x.detach()
         if tracked:
-            x = torch.Tensor._make_subclass(Tensor, x, followed)  # type: ignore[attr-defined]
+            x = torch.Tensor._make_subclass(Tensor, x, differentiated)  # type: ignore[attr-defined]
             x._state = state_of(leaf.spec.varying)  # type: ignore[union-attr]
             return x
-        return x.requires_grad_(followed)
+        return x.requires_grad_(differentiated)
 
     def _results(self, worker: Worker, run: MapRun, out: Any) -> BodyResults:
-        """What a body returned, checked against out_specs: the blocks to be joined, and the ends of its graph."""
+        """The results of a body, checked against out_specs. Stores the outputs of its graph in the run."""
         mapped = self.mapped
         returned, treedef = mapped.results.leaves(out)
         outputs: list[torch.Tensor | None] = []
@@ -187,11 +191,11 @@ class MapCall:
         for leaf in returned:
             x = leaf.value
             if is_partitioned(x):
-                raise _in_blocks_refused(self.where, leaf)
+                raise _partitioned_error(self.where, leaf)
             if isinstance(x, torch.Tensor) and leaf.spec is not None:
                 if worker.tracked:
-                    x = self._promised(worker, leaf, x)
-                outputs.append(plain(x) if run.follows and x.requires_grad else None)
+                    x = self._in_promised_state(worker, leaf, x)
+                outputs.append(plain(x) if run.keeps_graphs and x.requires_grad else None)
                 blocks.append(mapped.results.block(worker, leaf._replace(value=borrowed(plain(x)))))
             else:
                 outputs.append(None)
@@ -199,7 +203,7 @@ class MapCall:
         run.outputs[worker.index] = outputs
         return BodyResults(treedef, [x.path for x in returned], [x.spec for x in returned], blocks)
 
-    def _promised(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
+    def _in_promised_state(self, worker: Worker, leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
         """A result in the state that its spec says."""
         own = state_of_tensor(x)
         state = self.mapped.results.promised_state(worker, leaf, x.ndim, own)
@@ -227,7 +231,7 @@ class MapCall:
         whole = x.gathered() if self.mesh.places is not None else x.numpy()
         return tensor_of(whole.copy())
 
-    def _unchanged(self, leaf: Leaf, version: int) -> None:
+    def _check_unchanged(self, leaf: Leaf, version: int) -> None:
         if leaf.value._version != version:
             raise StateError.at(
                 self.where,
@@ -242,17 +246,17 @@ class MapCall:
         count = len(self.results)
         on_workers = [[e is not None for e in outputs] for outputs in run.outputs.values()]
         flags = [any(column) for column in zip(*on_workers, strict=True)] if count else []
-        leaves = captured_leaves(self, run) if run.follows and any(flags) else []
-        if run.follows and len(run.outputs) < self.mesh.size:
-            said = self.mesh.transport.share(dict.fromkeys(run.outputs, flags))
-            flags = [any(column) for column in zip(*said.values(), strict=True)]
+        leaves = captured_leaves(self, run) if run.keeps_graphs and any(flags) else []
+        if run.keeps_graphs and len(run.outputs) < self.mesh.size:
+            flags_by_worker = self.mesh.transport.share(dict.fromkeys(run.outputs, flags))
+            flags = [any(column) for column in zip(*flags_by_worker.values(), strict=True)]
         self.diff_results = [k for k, flag in enumerate(flags) if flag]
         run.leaves = leaves
 
-    # Back
+    # Backward
 
     def run_backward(self, run: MapRun, gs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradients of the arguments and of captured tensors, given those of the results."""
+        """The gradients of the arguments and of captured tensors, from those of the results."""
         cotangents = [self.split(g, self.specs[k]) for k, g in zip(self.diff_results, gs, strict=True)]
         paths = [f"the gradient of {self.leaves[k].path}" for k in self.diff_arguments]
         paths += [f"the gradient of a tensor that f closes over, of shape {list(x.shape)}" for x in run.leaves]
@@ -278,21 +282,21 @@ class MapCall:
         results = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped.turns)
         return [self._whole_result(g) for g in results]
 
-    def derivative(self, given: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def derivative(self, diff_values: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients as results of a map of arguments and cotangents, so that they can be differentiated."""
-        diff_arguments, closed = self.diff_arguments, list(given[len(self.diff_arguments) :])
+        diff_arguments, captured = self.diff_arguments, list(diff_values[len(self.diff_arguments) :])
 
         def body(arguments: list, cotangents: list) -> tuple:
             with torch.enable_grad():
-                outputs, wrt = self._graph(arguments, closed)
+                outputs, wrt = self._graph(arguments, captured)
                 pairs = [(plain(e), plain(g)) for e, g in zip(outputs, cotangents, strict=True)]
                 grads = _gradients(pairs, wrt, [], differentiable=True)
             return tuple(_or_zeros(g, x) for g, x in zip(grads, wrt, strict=True))
 
-        out_specs = [self.leaves[k].spec for k in diff_arguments] + [P()] * len(closed)
-        return self._map_with(body, given, list(gs), [self.specs[k] for k in self.diff_results], out_specs)
+        out_specs = [self.leaves[k].spec for k in diff_arguments] + [P()] * len(captured)
+        return self._map_with(body, diff_values, list(gs), [self.specs[k] for k in self.diff_results], out_specs)
 
-    def run_jvp(self, given: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_jvp(self, diff_values: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tangents of the results, as results of a map of the arguments and their tangents. The pullback is linear
         in the cotangents, so the pullback of the pullback is the derivative."""
 
@@ -308,9 +312,9 @@ class MapCall:
             return tuple(_or_zeros(t, e) for t, e in zip(tangents_out, outputs, strict=True))
 
         specs = [self.leaves[k].spec for k in self.diff_arguments]
-        return self._map_with(body, given, list(tangents), specs, [self.specs[k] for k in self.diff_results])
+        return self._map_with(body, diff_values, list(tangents), specs, [self.specs[k] for k in self.diff_results])
 
-    def _graph(self, arguments: list, closed: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _graph(self, arguments: list, captured: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """In a body: the differentiated results of f, and the tensors that they are differentiated by."""
         values = list(arguments)
         for k in self.diff_arguments:
@@ -320,17 +324,17 @@ class MapCall:
         returned, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
         worker = WORKER.get()
         assert worker is not None
-        return [self._promised(worker, returned[k], returned[k].value) for k in self.diff_results], [
+        return [self._in_promised_state(worker, returned[k], returned[k].value) for k in self.diff_results], [
             *(values[k] for k in self.diff_arguments),
-            *closed,
+            *captured,
         ]
 
     def _map_with(
-        self, body: Callable, given: Sequence[torch.Tensor], others: list, specs: list, out_specs: list
+        self, body: Callable, diff_values: Sequence[torch.Tensor], others: list, specs: list, out_specs: list
     ) -> list:
         """Run a map of the arguments and of other values."""
         values = [leaf.value for leaf in self.leaves]
-        for k, x in zip(self.diff_arguments, given, strict=False):
+        for k, x in zip(self.diff_arguments, diff_values, strict=False):
             values[k] = x
         mapped = type(self.mapped)(
             body,
@@ -348,12 +352,12 @@ def _or_zeros(g: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     return with_state(torch.zeros_like(plain(x)) if g is None else plain(g), state_of_tensor(x))
 
 
-def _in_blocks_refused(where: str, leaf: Leaf) -> LayoutError:
+def _partitioned_error(where: str, leaf: Leaf) -> LayoutError:
     return LayoutError.at(
         where,
         argument=leaf.path,
         got=describe(leaf.value),
-        need="what this worker has: a block, or a whole",
+        need="a tensor of this worker: the block, or the whole",
         mend="p.block() with the spec of p, or p.whole() with P()",
     )
 
@@ -387,7 +391,7 @@ def _gradients(
 
 @contextmanager
 def _running(context: WorkerContext, worker: Worker, settings: Callable[[], Any]) -> Iterator[None]:
-    """What surrounds a body, and the backward of its graph, on a worker."""
+    """The context of a body, and of the backward of its graph, on a worker."""
     worker.frontend = FRONTEND
     with context.active(worker), settings(), BodyMode() if worker.tracked else nullcontext():
         yield

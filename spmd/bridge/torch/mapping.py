@@ -1,8 +1,8 @@
 """spt.map: bodies in torch, on the workers of a mesh; tensors in, tensors out, differentiable from outside.
 
 It is `spmd.map` with tensors: the same specs lay out the arguments, and the same code checks and joins the results.
-Each worker keeps the graph of its body. The graph of the caller has one node for the whole map; its backward runs
-backward through the graphs of all workers. A second derivative is a map of the arguments and the cotangents.
+Each worker keeps the graph of its body. The caller's graph has one node for the whole map, whose backward runs backward
+through the graphs of all workers. A second derivative is a map of the arguments and the cotangents.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def map(
     f: a function of this worker's blocks, which are tensors, with collectives (`spt.psum(x, "data")`).
     in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers or `PartitionedArray`s;
     arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
-    check: the tensors of bodies carry their state (`spt.Tensor`), and what is promised Invariant is verified. With
-    check=False, and nothing differentiated from outside, bodies see plain tensors and say `spt.pvary` themselves.
+    check: the tensors of bodies carry their state (`spt.Tensor`), and results that out_specs say are Invariant are
+    verified. With check=False, and nothing differentiated from outside, bodies get plain tensors and call `spt.pvary`
+    themselves.
 
-    Gives plain tensors: whole ones, on every process. `loss.backward()` outside reaches the arguments, and leaves that
-    the body closes over, parameters of a module for one: they count as Invariant, and get one gradient. A training
-    loop may as well run inside the body, with `loss.backward()` there.
+    Returns plain, whole tensors, on every process. `loss.backward()` outside reaches the arguments, and leaves that the
+    body closes over, such as parameters of a module. These count as Invariant, and get one gradient. A training loop
+    may also run inside the body, with `loss.backward()` there.
 
     The workers are threads of this process, or processes under mpiexec or torchrun. Gradients: as for `spmd.map`, to
     any order; `torch.func`'s transformations work on the mapped function too. Without f it is a decorator.
@@ -68,7 +69,7 @@ def map(
     """
     if f is not None and callable(f) and REQUIRED not in (in_specs, out_specs):
         return TorchMapped(f, in_specs, out_specs, mesh, check)
-    mapped = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # which says what is wrong
+    mapped = mapping.map(f, in_specs, out_specs, mesh=mesh, check=check)  # raises for wrong arguments
     if f is None:
         return lambda body: map(body, in_specs, out_specs, mesh=mesh, check=check)
     return mapped
@@ -123,4 +124,4 @@ class TorchMapped(Mapped):
 
 
 _called: Any = torch.compiler.disable(TorchMapped._call)
-"""Not compiled, also if a compiled function calls it."""
+"""Compiled functions call it uncompiled."""

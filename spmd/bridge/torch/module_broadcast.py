@@ -1,4 +1,4 @@
-"""Copy or compare the parameters and buffers of a module over workers: the messages of `data_parallel` but for sums."""
+"""Copy or compare the parameters and buffers of a module over workers, for `data_parallel`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["WHERE", "any_worker", "broadcast_first", "copy_first", "copy_module"
 
 WHERE = "spt.data_parallel"
 _BROADCAST_BYTES = 32 << 20
-"""At most so many bytes of parameters travel in one broadcast, unless one parameter alone is larger."""
+"""A broadcast sends no further parameter after this many bytes."""
 
 
 def sync_call(worker: Worker, axes: tuple[str, ...], dtype: Any, shape: tuple[int, ...], detail: str) -> Call:
@@ -57,15 +57,16 @@ def copy_first(
     """
     own_bytes = [local_data(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
     first = broadcast_first(worker, axes, torch.cat(own_bytes), what)
-    for k, (x, piece) in enumerate(zip(tensors, first.split([b.numel() for b in own_bytes]), strict=True)):
+    pieces = first.split([b.numel() for b in own_bytes])
+    for index, (x, piece) in enumerate(zip(tensors, pieces, strict=True)):
         if not verify:
             own = local_data(x).detach()
             own.copy_(piece.clone().view(x.dtype).reshape(own.shape))
-        elif not torch.equal(piece, own_bytes[k]):
+        elif not torch.equal(piece, own_bytes[index]):
             raise StateError.at(
                 WHERE,
                 argument="module",
-                got=f"{verify[k]} that differs from that of the first worker",
+                got=f"{verify[index]} that differs from that of the first worker",
                 need='one value on all workers, with init="verify"',
                 mend='init="broadcast", which takes those of the first worker',
             )
@@ -76,9 +77,10 @@ def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify
     named = [*module.named_parameters(), *module.named_buffers()]
     with torch.no_grad():
         while named:
-            n = nbytes = 0
-            while n < len(named) and (n == 0 or nbytes < _BROADCAST_BYTES):
-                nbytes += local_data(named[n][1]).numel() * named[n][1].element_size()
-                n += 1
-            some, named = named[:n], named[n:]
-            copy_first(worker, axes, [x for _, x in some], "values", [name for name, _ in some] if verify else ())
+            count = nbytes = 0
+            while count < len(named) and nbytes < _BROADCAST_BYTES:
+                nbytes += local_data(named[count][1]).numel() * named[count][1].element_size()
+                count += 1
+            names, tensors = zip(*named[:count], strict=True)
+            copy_first(worker, axes, tensors, "values", names if verify else ())
+            named = named[count:]

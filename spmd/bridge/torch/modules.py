@@ -1,9 +1,9 @@
 """Movements of data as modules without parameters, with DistDL's names.
 
 A module has the layouts between which, or the axis along which, its tensors move. Forward is the operator, and backward
-its exact adjoint. Layouts may be given without a shape, as specs or grids. Then the workers exchange the shapes of all
-blocks at each call, without a byte of data: no worker can know whether the block of another has changed. Layouts are
-computed once for each set of shapes.
+its exact adjoint. Layouts may be given without a shape, as specs or grids. Then the workers exchange the shapes of
+their blocks at each call, because no worker can know whether the block of another has changed. Layouts are computed
+once for each set of shapes.
 """
 
 from __future__ import annotations
@@ -49,32 +49,32 @@ class _Movement(nn.Module):
 
     where: ClassVar[str]
 
-    def __init__(self, **given: Any):
+    def __init__(self, **options: Any):
         super().__init__()
-        self._given = given
-        for name, value in given.items():
-            setattr(self, "becomes" if name == "to" else name, value)  # nn.Module has a method of this name
-        self._declare()
+        self._options = options
+        for name, value in options.items():
+            setattr(self, "becomes" if name == "to" else name, value)  # nn.Module has a method `to`
+        self._register_token()
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._declare()
+        self._register_token()
 
-    def _declare(self) -> None:
+    def _register_token(self) -> None:
         """Register the token by which compiled graphs refer to this module."""
         layouts = [getattr(self, name) for name in ("src", "dst") if isinstance(getattr(self, name, None), Layout)]
         fixed = tuple(layouts) if len(layouts) == 2 else None
-        self._token = token_of(self._moved, f"{self.where}({self.extra_repr()})", fixed)
+        self._token = token_of(self._move, f"{self.where}({self.extra_repr()})", fixed)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self._given.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.spmd.apply(x, self._token)[0]
-        return self._moved(x)
+        return self._move(x)
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         raise NotImplementedError
 
 
@@ -95,18 +95,19 @@ class _Relayout(_Movement):
 class Repartition(_Relayout):
     """From one layout to another: each worker gets its box of the target from the workers that hold it in the source.
 
-    src, dst: layouts, or specs or grids, for tensors of any shape. A spec or grid as src stands for the blocks that
-    come, balanced or not, and as dst for balanced ones; beside a `Layout` it stands for balanced blocks of its shape.
+    src, dst: layouts; or specs or grids, for tensors of any shape. A spec or grid as src stands for the blocks of x,
+    balanced or not, and as dst for balanced blocks. If the other is a `Layout`, it stands for balanced blocks of that
+    shape.
     x: this worker's block in src; of shape (0, 0, ...) where it has none.
 
     Forward: `spt.repartition`. Gradient: `spt.accumulate` from dst to src: copies in dst are added.
-    Cost: a message to each worker that lacks something; without any Layout one meeting more, of no bytes.
+    Cost: a message to each worker that lacks something; without any Layout also an exchange of shapes.
     Raises LayoutError where layouts and blocks do not fit. DistDL's `DistributedTranspose`.
     """
 
     where = "spt.Repartition"
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.src, self.dst)
         if isinstance(self.dst, Layout):
@@ -119,20 +120,20 @@ class Repartition(_Relayout):
 class Broadcast(_Relayout):
     """Blocks copied from one partition to a larger one, by the rules of broadcasting; cotangents come back summed.
 
-    src, dst: two grids: aligned at their last dimensions, where src has one block and dst more, each of those gets a
-    copy; `Broadcast(Grid((1, 3)), Grid((4, 3)))` gives block j to all workers (i, j). Or two specs: dst names the axes
-    of src and more, along which x comes Invariant, and leaves as a value on each worker; nothing moves. Or two
-    layouts: dst is the one with the copies, which vary. src may be a Layout beside a Grid.
+    src, dst: two grids, aligned at their last dimensions: where src has one block and dst more, each of those gets a
+    copy. `Broadcast(Grid((1, 3)), Grid((4, 3)))` gives block j to all workers (i, j). Or two specs: dst names the axes
+    of src and more; along these x is Invariant, and the result is Varying; nothing moves. Or two layouts: dst has
+    copies, which vary. src may be a Layout if dst is a Grid.
     x: this worker's block of src; of shape (0, 0, ...) where it has none.
 
     Forward: y on each worker of dst = its block of src. Gradient: `SumReduce` from dst to src.
-    Cost: a message to each worker that lacks its block; for grids one meeting more, of no bytes.
+    Cost: a message to each worker that lacks its block; for grids also an exchange of shapes.
     Raises LayoutError where the partitions do not broadcast. DistDL's `Broadcast(P_in, P_out)`.
     """
 
     where = "spt.Broadcast"
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         worker = here(self.where)
         src, dst = self.src, self.dst
         axes = common_axes(self.where, worker, src, dst)
@@ -142,7 +143,7 @@ class Broadcast(_Relayout):
             src = resolve_layout(self.where, x, src, axes, worker)
             return spmd.repartition(x, src, copied_layout(self.where, src, dst))
         if not isinstance(dst, Layout):
-            raise _unlike(self.where, src, dst)
+            raise _mixed_layouts(self.where, src, dst)
         return spmd.repartition(x, layout_for(dst.shape, src, axes), dst)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,22 +155,22 @@ class Broadcast(_Relayout):
 class SumReduce(_Relayout):
     """Blocks of a partition summed to those of a smaller one: the adjoint of `Broadcast` from dst to src.
 
-    src, dst: two grids: aligned at their last dimensions, where dst has one block and src more, those are the summands;
+    src, dst: two grids, aligned at their last dimensions: where dst has one block and src more, those are summed.
     `SumReduce(Grid((4, 3)), Grid((4, 1)))` sums the blocks of each row of workers, which are of one shape. Or two
-    specs: src names the axes of dst and more, over which is summed, and the sum is known along them: a `psum`. Or two
-    layouts: src is the one with copies that vary. dst may be a Layout beside a Grid.
+    specs: src names the axes of dst and more; along these the result is the `psum`. Or two layouts: src has copies,
+    which vary. dst may be a Layout if src is a Grid.
     x: this worker's summand; of shape (0, 0, ...) where it has none.
 
     Forward: y on each worker of dst = the sum, in the order of the workers; (0, 0, ...) on the others. Gradient:
     `Broadcast` from dst to src.
-    Cost: a message from each worker that has a summand; for grids one meeting more, of no bytes; of specs one
+    Cost: a message from each worker that has a summand; for grids also an exchange of shapes; for specs one
     all-reduce, and nothing backward.
     Raises LayoutError where the partitions do not broadcast, StateError for an Invariant x. DistDL's `SumReduce`.
     """
 
     where = "spt.SumReduce"
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         worker = here(self.where)
         src, dst = self.src, self.dst
         axes = common_axes(self.where, worker, src, dst)
@@ -179,10 +180,10 @@ class SumReduce(_Relayout):
             return spmd.accumulate(x, copied_layout(self.where, dst, src), dst)
         if isinstance(src, Grid) and isinstance(dst, Grid):
             shapes = gather_shapes(self.where, x, tuple(axes), worker)
-            parts, dst = _summands(self.where, shapes, src, dst, tuple(axes.items()))
-            return spmd.accumulate(x, parts, dst)
+            summands, total = _summand_layouts(self.where, shapes, src, dst, tuple(axes.items()))
+            return spmd.accumulate(x, summands, total)
         if not isinstance(src, Layout):
-            raise _unlike(self.where, src, dst)
+            raise _mixed_layouts(self.where, src, dst)
         return spmd.accumulate(x, src, layout_for(src.shape, dst, axes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,23 +193,23 @@ class SumReduce(_Relayout):
 
 
 @lru_cache(maxsize=1024)
-def _summands(
+def _summand_layouts(
     where: str, shapes: tuple[Shape, ...], large: Grid, small: Grid, axes: tuple[tuple[str, int], ...]
 ) -> tuple[Layout, Layout]:
     """The layouts of summands of these shapes and of their sums."""
     first = large.members[0]
     ndim = len(shapes[first]) if first < len(shapes) else len(large.dims)
     counts, workers = broadcast_grid(where, small, large, ndim)
-    parts = layout_of_blocks(where, shapes, Layout.grid((0,) * ndim, counts, dict(axes), workers))
-    return parts, Layout.grid(parts.shape, counts[:-1], dict(axes), small.workers, parts.cuts)
+    summands = layout_of_blocks(where, shapes, Layout.grid((0,) * ndim, counts, dict(axes), workers))
+    return summands, Layout.grid(summands.shape, counts[:-1], dict(axes), small.workers, summands.cuts)
 
 
-def _unlike(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
+def _mixed_layouts(where: str, src: LayoutLike, dst: LayoutLike) -> LayoutError:
     return LayoutError.at(
         where,
         got=f"{src!r} and {dst!r}",
         need="two grids, two specs, or two layouts of one shape",
-        mend="spt.Grid for both; mesh.layout(shape, spec) says how a spec lays out an array of this shape",
+        mend="spt.Grid for both; mesh.layout(shape, spec) is the layout of a spec for an array of this shape",
     )
 
 
@@ -216,9 +217,9 @@ class AllSumReduce(_Movement):
     """The sum over the workers along an axis, on all of them.
 
     axis_name: an axis of the mesh, or a tuple. x: a value per worker, of one shape.
-    to: "invariant": the result is one value, known to all, and so is its cotangent, which nobody need sum: `spt.psum`.
-    "varying": a copy for each worker to use by itself; cotangents are summed as well, so that it is its own adjoint,
-    as DistDL's. With tensors that carry their state the first becomes the second where its use asks for that.
+    to: "invariant": the result and its cotangent are one value on all workers. No cotangents are summed: `spt.psum`.
+    "varying": each worker has a copy of its own, and cotangents are summed, so the module is its own adjoint, as
+    DistDL's. Where states are tracked, an Invariant result becomes Varying when it meets Varying tensors.
 
     Forward: y = x_0 + x_1 + ... Gradient: "invariant": the cotangent, to each; "varying": the sum of the cotangents.
     Cost: one all-reduce forward; backward none, or one. Raises StateError for an Invariant x.
@@ -232,7 +233,7 @@ class AllSumReduce(_Movement):
     def __init__(self, axis_name: str | Sequence[str], to: str = "invariant"):
         super().__init__(axis_name=_frozen(axis_name), to=_choice(self.where, to))
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         return spmd.psum(x, self.axis_name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -246,8 +247,8 @@ class AllGather(_Movement):
     axis_name: an axis of the mesh, or a tuple. axis: the dimension of the tensors that is joined; blocks may be uneven
     there. tiled=False stacks equal blocks along a new dimension. to: "varying" or "invariant", as for `spt.all_gather`.
 
-    Forward: y = [x_0; x_1; ...]. Gradient: "varying": the sum over the workers of what is this block's (the adjoint is
-    `ReduceScatter`); "invariant": this block's part of the one cotangent.
+    Forward: y = [x_0; x_1; ...]. Gradient: "varying": the sum over the workers of this block's part of their cotangents
+    (`ReduceScatter`); "invariant": this block's part of the one cotangent.
     Cost: one all-gather; backward one reduce-scatter, or nothing. Raises LayoutError for blocks that do not join.
     """
 
@@ -261,7 +262,7 @@ class AllGather(_Movement):
     def __init__(self, axis_name: str | Sequence[str], axis: int = 0, *, tiled: bool = True, to: str = "varying"):
         super().__init__(axis_name=_frozen(axis_name), axis=axis, tiled=tiled, to=_choice(self.where, to))
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         return spmd.all_gather(x, self.axis_name, axis=self.axis, tiled=self.tiled, to=self.becomes)
 
 
@@ -291,10 +292,10 @@ class ReduceScatter(_Movement):
         tiled: bool = True,
         sizes: Sequence[int] | None = None,
     ):
-        given = None if sizes is None else tuple(sizes)
-        super().__init__(axis_name=_frozen(axis_name), axis=axis, tiled=tiled, sizes=given)
+        sizes = None if sizes is None else tuple(sizes)
+        super().__init__(axis_name=_frozen(axis_name), axis=axis, tiled=tiled, sizes=sizes)
 
-    def _moved(self, x: Any) -> Any:
+    def _move(self, x: Any) -> Any:
         return spmd.psum_scatter(x, self.axis_name, scatter_dimension=self.axis, tiled=self.tiled, sizes=self.sizes)
 
 
@@ -303,10 +304,10 @@ class HaloExchange(_Movement):
 
     spec: the axes that split each dimension of the tensor: `P(None, None, "rows", "columns")` for images.
     widths, boundary, shape, sizes: as for `spt.halo_exchange`. A `Window` may stand for the widths of a dimension, and
-    `Windows` for all widths and sizes. `HaloExchange.of_window` finds the widths for a kernel, and any sizes.
+    `Windows` for all widths and sizes. `HaloExchange.of_window` computes the widths for a kernel.
 
-    Forward: the block, continued. Gradient: what others' halos hold of this block is added to it
-    (`spt.halo_accumulate`). Cost and errors: as for `spt.halo_exchange`. DistDL's `HaloExchange`.
+    Forward: the block with its halos. Gradient: the cotangents of other workers' halos are added to the entries of this
+    block (`spt.halo_accumulate`). Cost and errors: as for `spt.halo_exchange`. DistDL's `HaloExchange`.
     """
 
     where = "spt.HaloExchange"
@@ -354,23 +355,23 @@ class HaloExchange(_Movement):
         outputs: Sequence[Sequence[int] | None] | None = None,
         boundary: str | Sequence[str] = "zero",
     ) -> HaloExchange:
-        """What a kernel needs around each block, so that on it the kernel without padding gives this worker's outputs.
+        """Halos with which a kernel without padding computes this worker's block of the result.
 
-        spec: the axes that split each dimension. kernel, stride, padding, dilation, ceil: one for all dimensions of
-        the tensor, or a tuple of one for each; kernel None where nothing slides, as over samples and channels:
+        spec: the axes that split each dimension. kernel, stride, padding, dilation, ceil: one value for all dimensions
+        of the tensor, or a tuple. kernel None where nothing slides, as over samples and channels:
         `of_window(P(None, None, "rows"), (None, None, 5, 5), padding=2)`, before `nn.Conv2d(..., 5, padding=0)`.
         outputs: for each dimension the lengths of the blocks of the result; None: balanced.
         boundary: what the padding holds.
-        The lengths of all blocks are learnt at each call; blocks without outputs come out empty. See docs/window.md.
+        Each call exchanges the lengths of all blocks. A block without outputs becomes empty. See docs/window.md.
         """
         self = cls.__new__(cls)
-        window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        given = {k: _frozen(v) for k, v in window.items()} | {"ceil": ceil, "outputs": _frozen(outputs)}
-        _Movement.__init__(self, spec=spec, boundary=_frozen(boundary), **given)
+        window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "outputs": outputs}
+        window = {name: _frozen(value) for name, value in window.items()}
+        _Movement.__init__(self, spec=spec, boundary=_frozen(boundary), ceil=ceil, **window)
         return self
 
     def plan(self, source: Layout) -> Windows:
-        """What each block needs and gives, where the tensor lies as `source`; `.target` is the layout of the result."""
+        """The windows of all blocks of a tensor with the layout `source`; `.target` is the layout of the result."""
         return plan_windows(
             source,
             self.kernel,
@@ -381,8 +382,8 @@ class HaloExchange(_Movement):
             target=self.outputs,
         )
 
-    def _moved(self, x: Any) -> Any:
-        if "kernel" not in self._given:
+    def _move(self, x: Any) -> Any:
+        if "kernel" not in self._options:
             return spmd.halo_exchange(x, self.spec, self.widths, self.boundary, shape=self.shape, sizes=self.sizes)
         worker = here(self.where)
         axes = common_axes(self.where, worker, self.spec)
@@ -391,7 +392,7 @@ class HaloExchange(_Movement):
 
 
 def _frozen(x: Any) -> Any:
-    """Lists as tuples, so that arguments stay as they were given."""
+    """Lists as tuples, which a caller cannot change."""
     return tuple(map(_frozen, x)) if isinstance(x, list | tuple) else x
 
 

@@ -42,12 +42,12 @@ def _attention(args: Any, kwargs: dict) -> bool:
     return argument(args, kwargs, 4, "dropout_p", 0.0) != 0
 
 
-def _heads(args: Any, kwargs: dict) -> bool:
+def _multi_head_attention(args: Any, kwargs: dict) -> bool:
     return bool(argument(args, kwargs, 13, "training", True)) and argument(args, kwargs, 10, "dropout_p", 0.0) != 0
 
 
 def _recurrent(args: Any, kwargs: dict) -> bool:
-    """The only numbers among the arguments that are floats are probabilities of dropout."""
+    """Floats among the arguments are probabilities of dropout."""
     return any(isinstance(a, float) and a > 0 for a in (*args, *kwargs.values()))
 
 
@@ -57,16 +57,16 @@ def _functions() -> dict[Any, Callable[[Any, dict], bool]]:
         _dropout: _DROPOUTS,
         _rrelu: ["rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"],
         _attention: ["scaled_dot_product_attention"],
-        _heads: ["multi_head_attention_forward"],
+        _multi_head_attention: ["multi_head_attention_forward"],
         _recurrent: ["lstm", "gru", "rnn_tanh", "rnn_relu"],
     }
-    places = (torch, torch.Tensor, F, torch._C._nn, init)  # type: ignore[attr-defined]
+    namespaces = (torch, torch.Tensor, F, torch._C._nn, init)  # type: ignore[attr-defined]
     return {
-        getattr(place, name): kind
+        getattr(namespace, name): kind
         for kind, names in kinds.items()
         for name in names
-        for place in places
-        if hasattr(place, name)
+        for namespace in namespaces
+        if hasattr(namespace, name)
     }
 
 
@@ -79,7 +79,7 @@ def draws_now(func: Any, args: Any, kwargs: dict) -> bool:
     if kind is None:
         if not isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) or func in _draws:
             return False
-        kind = _draws[func] = _always if _tagged(func) else None
+        kind = _draws[func] = _always if _is_seeded(func) else None
         if kind is None:
             return False
     return kind(args, kwargs) and not any(
@@ -87,6 +87,6 @@ def draws_now(func: Any, args: Any, kwargs: dict) -> bool:
     )
 
 
-def _tagged(op: Any) -> bool:
+def _is_seeded(op: Any) -> bool:
     overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, name) for name in op.overloads()]
     return any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)

@@ -37,7 +37,7 @@ class Difference:
     axes: tuple[str, ...]
 
     def error(self, kind: type[Exception] = ReplicaError) -> Exception:
-        """The error for it. (No TypeError, which operators of torch take for an unknown operand.)"""
+        """The error for this difference. It is no TypeError, which torch's operators take for an unknown operand."""
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         attribute = self.name.rpartition(".")[2]
         return kind(
@@ -45,26 +45,26 @@ class Difference:
                 WHERE,
                 argument="module",
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
-                need="parameters that are one value along all axes of the mesh, or are said to differ: their "
+                need="parameters that are the same along all axes of the mesh, or are declared to differ: their "
                 "gradients are summed along every axis over which the data vary",
                 mend=f"varying={axis!r}, if all parameters differ there, as those of the stages of a pipeline; "
-                f"spt.varying(self.{attribute}, {axis!r}) in forward, if this one does; or make them alike: "
-                "in a body all workers draw the same",
+                f"spt.varying(self.{attribute}, {axis!r}) in forward, if only this one does; or make them equal: "
+                "in a body all workers draw the same numbers",
             )
         )
 
 
 def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict[int, Difference]:
-    """By id, the parameters that differ along axes that are not excused, which forward must declare.
+    """By id, the parameters that differ along other axes than the excused ones. Forward must declare them.
 
-    Raises StateError for one that cannot be: a parameter of torch's own layers, or of a module that others lack.
-    Cost: along each axis one or two all-reduces of digests.
+    Raises StateError for a parameter that forward cannot declare: one of torch's own layers, or one that other workers
+    lack. Cost: along each axis one or two all-reduces of digests.
     """
     skipped = {*excused, *root_axes(worker)}
     axes = [n for n, size in worker.mesh.axes.items() if size > 1 and n not in skipped]
     if not axes:
         return {}
-    laid = _laid_out(module)
+    split_axes = _split_axes(module)
     named = list(module.named_parameters())
     names = _digest(repr([name for name, _ in named]).encode())
     digests = [_digest(repr(tuple(p.shape)).encode() + _bytes(p)) for _, p in named]
@@ -72,11 +72,11 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     for axis in axes:
         if _differ(worker, axis, [names]):
             raise Difference("the list of parameters", (axis,)).error(StateError)
-        own_digests = [0 if axis in laid.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
-        for k in _differ(worker, axis, own_digests):
-            name, p = named[k]
-            before = differences[id(p)].axes if id(p) in differences else ()
-            differences[id(p)] = Difference(name, (*before, axis))
+        own_digests = [0 if axis in split_axes.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
+        for position in _differ(worker, axis, own_digests):
+            name, p = named[position]
+            earlier = differences[id(p)].axes if id(p) in differences else ()
+            differences[id(p)] = Difference(name, (*earlier, axis))
     for name, p in named:
         owner = module.get_submodule(name.rpartition(".")[0])
         if id(p) in differences and type(owner).__module__.startswith("torch."):
@@ -84,8 +84,8 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     return differences
 
 
-def _laid_out(module: nn.Module) -> dict[int, frozenset[str]]:
-    """By id, the axes over which parameters in blocks are split."""
+def _split_axes(module: nn.Module) -> dict[int, frozenset[str]]:
+    """By id, the axes that split partitioned parameters."""
     parameters: Any = [p for p in module.parameters() if is_partitioned(p)]
     return {id(p): p.block_layout.varying for p in parameters}
 
@@ -100,33 +100,33 @@ def _digest(data: bytes) -> int:
 
 def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
     """The positions at which the digests of the workers along an axis differ."""
-    ends = np.array([digests, [-d for d in digests]], np.int64)
-    block: Any = ends if worker.mesh.places is None else worker.mesh.places.own(ends, worker.index)
+    extremes = np.array([digests, [-d for d in digests]], np.int64)  # of which the maximum gives maximum and minimum
+    block: Any = extremes if worker.mesh.places is None else worker.mesh.places.own(extremes, worker.index)
     detail = f"parameters compared along {axis!r}; varying={axis!r} says that they differ"
-    call = sync_call(worker, (axis,), ends.dtype, ends.shape, detail)
+    call = sync_call(worker, (axis,), extremes.dtype, extremes.shape, detail)
     cell = [worker.comm.all_reduce(worker.group((axis,)), call, block, "max").wait()]
-    largest, smallest = owned(cell).tolist()
-    return [k for k, (a, b) in enumerate(zip(largest, smallest, strict=True)) if a != -b]
+    largest, negated_smallest = owned(cell).tolist()
+    return [index for index, (a, b) in enumerate(zip(largest, negated_smallest, strict=True)) if a != -b]
 
 
-_FACTS = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_contiguous", "__len__")
+_ATTRIBUTES = ("__get__", "size", "dim", "numel", "stride", "element_size", "is_contiguous", "__len__")
 
 
 class ToBeDeclared(Tensor):
-    """A parameter, in forward, that differs along an axis and is not declared yet."""
+    """A parameter, in forward, that differs along an axis and is not yet declared."""
 
     difference: Difference
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        used = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is ToBeDeclared)
-        if getattr(func, "__name__", "") not in _FACTS:
-            raise used.difference.error()
+        undeclared = next(x for x in pytree.tree_leaves((args, kwargs)) if type(x) is ToBeDeclared)
+        if getattr(func, "__name__", "") not in _ATTRIBUTES:
+            raise undeclared.difference.error()
         with torch._C.DisableTorchFunctionSubclass():
-            fact = func(*args, **(kwargs or {}))
-        if isinstance(fact, torch.Tensor):  # x.T
-            raise used.difference.error()
-        return fact
+            value = func(*args, **(kwargs or {}))
+        if isinstance(value, torch.Tensor):  # x.T
+            raise undeclared.difference.error()
+        return value
 
 
 def to_be_declared(x: Tensor, difference: Difference) -> None:

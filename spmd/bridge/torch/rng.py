@@ -1,10 +1,10 @@
-"""Random numbers of bodies: what torch draws depends on the worker's coordinates and on the program, never on timing.
+"""torch's random numbers in bodies: they depend on the worker's coordinates and on the program, never on timing.
 
 Virtual workers are threads, and all threads share torch's generator of the host. So every worker of a map has its own
-generator, which starts in the state that torch's has where the map is called. In a body that tracks states, functions
-of torch that draw (`random_functions`) use it. For Invariant tensors all workers draw the same numbers. For Varying
-tensors a new generator is seeded by one number of the worker's generator and by the coordinates along the axes over
-which the tensors vary. So numbers differ along these axes, and agree along the others.
+generator, which starts in the state of torch's generator when the map is called. In a body that tracks states, torch's
+random functions (`random_functions`) use it. For Invariant tensors all workers draw the same numbers. For Varying
+tensors, a number of the worker's generator and the coordinates along the axes over which the tensors vary seed a new
+generator. So numbers differ along these axes, and agree along the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Generator = torch.Generator
 
 _lock = threading.RLock()
 _drawing: ContextVar[bool] = ContextVar("spmd_torch_drawing", default=False)
-_used: WeakKeyDictionary[Generator, tuple[WorkerGenerators, int]] = WeakKeyDictionary()
+_users: WeakKeyDictionary[Generator, tuple[WorkerGenerators, int]] = WeakKeyDictionary()
+"""For each generator that a user gave to `drawing`, the run and the index of the worker that uses it."""
 
 
 def is_drawing() -> bool:
@@ -46,19 +47,19 @@ def is_drawing() -> bool:
 
 @contextmanager
 def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
-    """Inside, torch's generator of the host is that of this worker, so all workers initialise modules alike.
+    """Inside, torch's generator of the host is this worker's generator, so all workers initialise modules alike.
 
         with spt.drawing():
             net = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 32))
 
     generator: None: the worker's generator. At each call of a map it starts in the state of torch's generator; when the
     map ends, torch's generator continues from its last state. So after `torch.manual_seed(0)` before the map, modules
-    made in a body have the parameters of a serial program that makes them in the same order. Processes must seed alike.
-    A number: a new generator with this seed. A `torch.Generator` of this worker, on the host: that one.
+    made in a body have the parameters of a serial program that makes them in the same order. All processes must use the
+    same seed. A number: a new generator with this seed. A `torch.Generator` of this worker, on the host: that one.
 
     Workers take turns, so a collective inside raises StallError at once. `torch.manual_seed` inside seeds the worker's
-    generator. Elsewhere in a body it seeds another generator of this worker, which serves functions of torch but not
-    `drawing`. Outside of bodies, None is torch's own generator.
+    generator. Elsewhere in a body it seeds another generator of this worker, which torch's functions use and `drawing`
+    does not. Outside of bodies, None is torch's own generator.
     Raises StateError for a generator that another worker uses too: its numbers would depend on timing.
     """
     worker = WORKER.get()
@@ -70,18 +71,18 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
         raise StallError.at(
             "spt.drawing",
             got=f"another worker that has been drawing for {limit:g} seconds",
-            need="that workers, which take turns there, are soon through",
+            need="short times inside, because workers take turns",
             mend="make modules inside, and compute before or after",
         )
     try:
-        own, default = _generator(generator, worker), torch.default_generator
+        source, default = _source(generator, worker), torch.default_generator
         outer, token = default.get_state(), _drawing.set(True)
         try:
-            default.set_state(own.get_state())
+            default.set_state(source.get_state())
             with _without_collectives(worker) if worker is not None and worker.mesh.size > 1 else nullcontext():
                 yield
         finally:
-            own.set_state(default.get_state())
+            source.set_state(default.get_state())
             default.set_state(outer)
             _drawing.reset(token)
     finally:
@@ -95,65 +96,66 @@ class _NoComm:
         raise StallError.at(
             "spt.drawing",
             got="a collective inside",
-            need="no collectives: workers take turns here, and cannot meet",
-            mend="make modules inside of spt.drawing(), and move data before or after",
+            need="no collectives: workers take turns here, so the others cannot join",
+            mend="make modules inside spt.drawing(), and move data before or after",
         )
 
 
 @contextmanager
 def _without_collectives(worker: Worker) -> Iterator[None]:
-    before = worker.comm, worker.prepared
+    outer = worker.comm, worker.prepared
     no_comm: Any = _NoComm()
     worker.comm, worker.prepared = no_comm, {}  # prepared calls hold the transport too
     try:
         yield
     finally:
-        worker.comm, worker.prepared = before
+        worker.comm, worker.prepared = outer
 
 
-def _generator(given: Generator | int | None, worker: Worker | None) -> Generator:
+def _source(generator: Generator | int | None, worker: Worker | None) -> Generator:
+    """The generator that `drawing` uses for its argument."""
     context = CONTEXT.get()
     generators = context.generators if context is not None and context.worker is worker else None
-    if given is None:
+    if generator is None:
         if generators is None or worker is None:
             raise StateError.at(
                 "spt.drawing",
                 argument="generator",
                 got="None, in a body that spmd.map runs",
-                need="a map that knows in which state torch's generator was",
+                need="a map that gives each worker a generator of torch",
                 mend="spt.map(...), or generator=0",
             )
         return generators.of(worker.index)
-    if isinstance(given, int) and not isinstance(given, bool):
-        return Generator().manual_seed(given)
-    if not isinstance(given, Generator) or given.device.type != "cpu":
+    if isinstance(generator, int) and not isinstance(generator, bool):
+        return Generator().manual_seed(generator)
+    if not isinstance(generator, Generator) or generator.device.type != "cpu":
         raise StateError.at(
             "spt.drawing",
             argument="generator",
-            got=f"a generator on {given.device}" if isinstance(given, Generator) else describe(given),
+            got=f"a generator on {generator.device}" if isinstance(generator, Generator) else describe(generator),
             need="a torch.Generator of the host, a seed, or None: the same numbers on any device",
             mend="torch.Generator().manual_seed(0), or generator=0",
         )
     if generators is not None and worker is not None:
-        by, index = _used.setdefault(given, (generators, worker.index))
-        if by is not generators:
-            _used[given] = generators, worker.index
-        if by is generators and index != worker.index:
+        user, index = _users.setdefault(generator, (generators, worker.index))
+        if user is not generators:  # an earlier run
+            _users[generator] = generators, worker.index
+        elif index != worker.index:
             raise StateError.at(
                 "spt.drawing",
                 argument="generator",
                 got=f"a generator that {worker.mesh.describe(index)} draws from too",
-                need="one for each worker: what they get of one would be a matter of timing",
+                need="one for each worker: the numbers of a shared one would depend on timing",
                 mend="make it in the body: torch.Generator().manual_seed(0); or generator=0",
             )
-    return given
+    return generator
 
 
-# What functions of torch draw in bodies
+# torch's random functions in bodies
 
 
 class BodyMode(TorchFunctionMode):
-    """In a body that tracks states: functions of torch draw from the worker's generator."""
+    """In a body that tracks states, torch's random functions draw from the worker's generator."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +171,7 @@ def in_body() -> bool:
 
 
 def has_body_mode() -> bool:
-    """Whether a `BodyMode` is active. It is not in what it calls itself, such as Python code that backward runs."""
+    """Whether a `BodyMode` is active. Functions that it calls, such as those of backward, run without it."""
     return any(type(m) is BodyMode for m in _get_current_function_mode_stack())
 
 
@@ -180,7 +182,7 @@ def _call_function(func: Callable, types: Any, args: Any, kwargs: dict) -> Any:
     if func is torch.Tensor.backward or func is torch.autograd.grad:  # of tensors without a state
         if not in_backward():
             check_losses(args[0] if args else kwargs["outputs"])
-    elif not types:  # torch.full(shape, x) looks at no subclass
+    elif not types:  # torch.full(shape, x) ignores subclasses
         state = common_state(args, kwargs)
         if state.varying:
             return Tensor.__torch_function__(func, types, args, kwargs)
@@ -192,81 +194,81 @@ def worker_generator() -> Generator | None:
     worker, context = WORKER.get(), CONTEXT.get()
     if worker is None or not worker.tracked or context is None or context.generators is None or _drawing.get():
         return None
-    return context.generators.current(_number(worker, context.worker))
+    return context.generators.current(_generator_index(worker, context.worker))
 
 
-def _number(worker: Worker, context_worker: Worker | None) -> int:
-    """The number of the generator of a worker. What `at_root` runs on some workers only has a generator of its own, so
-    that those of the bodies stay in step."""
+def _generator_index(worker: Worker, context_worker: Worker | None) -> int:
+    """The index of a worker's generator. Functions that `at_root` runs on some workers only have generators of their
+    own, so the generators of the bodies stay alike."""
     return worker.index if worker is context_worker else worker.index + worker.mesh.size
 
 
 def _draw(run: Callable[[], Any], state: State) -> Any:
     """Run a function that draws, for tensors of a state."""
     worker, default = WORKER.get(), torch.default_generator
-    own = worker_generator()
-    if worker is None or (own is None and not _drawing.get()):
+    generator = worker_generator()
+    if worker is None or (generator is None and not _drawing.get()):
         return run()
-    place = [(n, worker.coordinates[n]) for n in worker.mesh.axes if n in state.varying]
-    if own is None and not place:
-        return run()  # within `drawing`, where torch's own generator is the worker's
-    own = own or default
+    coordinates = [(n, worker.coordinates[n]) for n in worker.mesh.axes if n in state.varying]
+    if generator is None and not coordinates:
+        return run()  # inside `drawing`, torch's own generator is the worker's
+    generator = generator or default
     with _lock:
-        outer, before = default.get_state(), own.get_state()
-        start = _state_at(place, own) if place else before
-        after = own.get_state()
+        outer, before = default.get_state(), generator.get_state()
+        start = _state_at(coordinates, generator) if coordinates else before
+        after = generator.get_state()
         default.set_state(start)
         try:
             return run()
         finally:
-            ended = default.get_state()
-            if not place:
-                after = ended
-            elif torch.equal(ended, start):
+            end = default.get_state()
+            if not coordinates:
+                after = end
+            elif torch.equal(end, start):
                 after = before  # nothing was drawn
             default.set_state(outer)
-            own.set_state(after)
+            generator.set_state(after)
 
 
-def random_word(own: Generator, bits: int = 31) -> int:
+def random_word(generator: Generator, bits: int = 31) -> int:
     """A number from a generator, also inside transformations of torch.func."""
     with torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack():
-        return int(torch.randint(1 << bits, (), generator=own))
+        return int(torch.randint(1 << bits, (), generator=generator))
 
 
-def _state_at(place: list[tuple[str, int]], own: Generator) -> torch.Tensor:
-    """The state of a generator for coordinates along some axes. Takes one number from the worker's generator."""
-    seed = zlib.crc32(repr((random_word(own), place)).encode())
+def _state_at(coordinates: list[tuple[str, int]], generator: Generator) -> torch.Tensor:
+    """The state of a new generator for coordinates along some axes. Draws one number from the worker's generator."""
+    seed = zlib.crc32(repr((random_word(generator), coordinates)).encode())
     return Generator().manual_seed(seed).get_state()
 
 
-# torch's generator as a body sees it: `torch.utils.checkpoint` keeps its state, to draw the same again
+# Functions of torch's generator in bodies: `torch.utils.checkpoint` saves its state, to draw the same numbers twice
 
 
-def _in_bodies(function: Callable, own: Callable[..., Any]) -> None:
-    """Replace a function of torch's generator, in bodies, by `own(generator, ...)` for the worker's generator."""
+def _in_bodies(function: Callable, of_worker: Callable[..., Any]) -> None:
+    """Replace a function of torch's generator, in bodies, by `of_worker(generator, ...)` for the worker's generator."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         generator = worker_generator()
-        return function(*args, **kwargs) if generator is None else own(generator, *args, **kwargs)
+        return function(*args, **kwargs) if generator is None else of_worker(generator, *args, **kwargs)
 
     for module in (torch, torch.random):
         setattr(module, function.__name__, call)
 
 
-def _seed_stream(_: Generator, seed: Any) -> Generator:
+def _seed_worker(_: Generator, seed: Any) -> Generator:
     worker, context = WORKER.get(), CONTEXT.get()
     assert worker is not None
     assert context is not None
     assert context.generators is not None
     generator = Generator().manual_seed(int(seed))
-    context.generators.seeded[_number(worker, context.worker)] = generator
+    context.generators.seeded[_generator_index(worker, context.worker)] = generator
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(int(seed))
     return generator
 
 
-_in_bodies(torch.get_rng_state, lambda own: own.get_state())
-_in_bodies(torch.set_rng_state, lambda own, new_state: own.set_state(new_state))
-_in_bodies(torch.manual_seed, _seed_stream)
+_in_bodies(torch.get_rng_state, Generator.get_state)
+_in_bodies(torch.set_rng_state, lambda generator, new_state: generator.set_state(new_state))
+_in_bodies(torch.manual_seed, _seed_worker)

@@ -6,8 +6,8 @@ In a body that tracks states, the tensors of a batch vary along the axes of the 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from operator import index
 from typing import Any
 
 import torch
@@ -44,35 +44,35 @@ class DistributedSampler(Sampler[int]):
 
     - `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))` is that loader. `sampler.batches`
       yields a list of indices for each step. torch's own collation fails on an empty list, `Collate` does not.
-    - `DataLoader(data, batch_size=sampler.local_batch_size, sampler=sampler)`: the sampler itself yields one index
-      after the other, and BatchSampler takes them together again. It makes no step of an empty share, so where there
-      is one, iterating is an error on all workers alike. drop_last is for the sampler: BatchSampler's own would drop
-      the last share of some workers and keep that of others.
+    - `DataLoader(data, batch_size=sampler.local_batch_size, sampler=sampler)`: the sampler yields single indices, which
+      BatchSampler groups into batches. It makes no step of an empty share, so iterating raises an error on all workers
+      if any share is empty. Give drop_last to the sampler: BatchSampler's own would drop the last share of some workers
+      and keep that of others.
     - `padding=True` yields what `torch.utils.data.distributed.DistributedSampler` yields: every num_replicas-th
-      sample, with the first ones again at the end, so that all workers have equally many; drop_last leaves out those
-      that make it uneven.
+      sample. The first samples are repeated at the end, or with drop_last the last ones are left out, so that all
+      workers have equally many.
 
     The sequential run with the same minibatches: `DataLoader(data, batch_size=64, sampler=RandomSampler(data,
     generator=torch.Generator().manual_seed(seed + epoch)))`. (`DataLoader(data, shuffle=True, generator=...)` draws
     another number from its generator first.) Or this sampler with `num_replicas=1, rank=0`.
 
-    dataset: with a length and indices from 0. Its length is asked for at each epoch.
-    num_replicas, rank: how many workers split a minibatch, and which of them this is.
-    axis_name: in a body, the axis or axes of the mesh that split it, in place of these two numbers; over several, by
-    the first, then each block by the next. Workers that differ along other axes get the same indices. Outside of
-    bodies, where neither is given, it is all processes of torch.distributed.
-    shuffle, seed: the order; seed must be the same on all workers. `set_epoch` gives each epoch its own.
-    drop_last: leave out the last minibatch if it is short (with padding, see there).
-    batch_size: the samples of a step, over all workers together. With padding it is needed for `batches` only, and a
+    dataset: with a length and indices from 0. Each epoch reads its length.
+    num_replicas, rank: the number of workers that split a minibatch, and the number of this one.
+    axis_name: in a body, in place of these two numbers, the axis or axes of the mesh that split a minibatch: the first
+    axis splits it, and each further axis splits those blocks. Workers that differ along other axes get the same
+    indices. Outside of bodies, without any of the three, the workers are the processes of torch.distributed.
+    shuffle, seed: the order. seed must be the same on all workers. `set_epoch` gives each epoch another order.
+    drop_last: leave out the last minibatch if it is short; for padding see above.
+    batch_size: the samples of a step, over all workers together. With padding only `batches` needs it, and it is a
     multiple of the number of workers.
-    len(sampler) is the number of indices of this worker, len(sampler.batches) that of steps.
+    len(sampler) is the number of this worker's indices, len(sampler.batches) the number of steps.
 
-    In a body, each tensor of a batch that a DataLoader makes of a sampler with axis_name is Varying over these axes, in
-    whatever tuples, lists, dicts and dataclasses it lies. The indices themselves are plain ints: what a program reads
-    by them without a DataLoader, it declares with `spt.varying`. A sampler can be pickled, and does not keep its mesh.
+    In a body, each tensor of a batch that a DataLoader makes with a sampler with axis_name is Varying over these axes,
+    also inside tuples, lists, dicts and dataclasses. The indices are plain ints: declare what a program reads by them
+    without a DataLoader with `spt.varying`. A sampler can be pickled, and does not keep its mesh.
 
-    Raises TypeError for a dataset without indices or length and for numbers that are none, ValueError for numbers out
-    of range, MeshError where it is not known which workers there are.
+    Raises TypeError for a dataset without indices or length and for arguments that are not integers, ValueError for
+    numbers out of range, MeshError if the workers are not specified.
     """
 
     @api_boundary
@@ -91,53 +91,44 @@ class DistributedSampler(Sampler[int]):
     ):
         _check_dataset(dataset)
         self.dataset: Any = dataset
-        self._parts, self.rank, self.axis_names = _place(num_replicas, rank, axis_name)
+        self._parts, self.rank, self.axis_names = _workers_of(num_replicas, rank, axis_name)
         self.num_replicas = math.prod(self._parts)
         self.shuffle, self.drop_last, self.padding = bool(shuffle), bool(drop_last), bool(padding)
         self.seed = _integer("seed", seed, None, "seed=0")
         self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1, "batch_size=64")
         if self.batch_size is None and not self.padding:
-            raise ValueError(
-                message(
-                    _WHERE,
-                    argument="batch_size",
-                    got="none",
-                    need="the number of samples in a minibatch of the sequential run: it says which samples are split "
-                    "together",
-                    mend=f"batch_size=16 * {self.num_replicas} for 16 on each worker; padding=True for what torch's "
-                    "DistributedSampler yields",
-                )
+            raise _batch_size_error(
+                "none",
+                "the number of samples in a minibatch of the sequential run: it says which samples are split together",
+                f"batch_size=16 * {self.num_replicas} for 16 on each worker; padding=True for what torch's "
+                "DistributedSampler yields",
             )
         if self.batch_size is not None and self.padding and self.batch_size % self.num_replicas:
-            raise ValueError(
-                message(
-                    _WHERE,
-                    argument="batch_size",
-                    got=f"{self.batch_size}, with padding=True, for {self.num_replicas} workers",
-                    need="a multiple of the number of workers: padding is there to give them equally many",
-                    mend=f"batch_size={-(-self.batch_size // self.num_replicas) * self.num_replicas}, or padding=False",
-                )
+            raise _batch_size_error(
+                f"{self.batch_size}, with padding=True, for {self.num_replicas} workers",
+                "a multiple of the number of workers: padding gives all of them equally many samples",
+                f"batch_size={-(-self.batch_size // self.num_replicas) * self.num_replicas}, or padding=False",
             )
         self.epoch = 0
-        self._at = (0, 0)  # the steps that the last pass has given out, and the indices of the step that it is in
+        self._position = (0, 0)  # of the last pass: the steps that it has yielded, and the indices of the next step
         self._resumes = False
 
     def __iter__(self) -> Iterator[int]:
         self._refuse_empty_shares()
         step, offset = self._start()
-        return self._each(self._indices(), step, offset)
+        return self._yield_from(self._indices(), step, offset)
 
-    def _each(self, indices: list[int], step: int, offset: int) -> Iterator[int]:
-        each = self.local_batch_size
-        for k in range(step * each + offset, len(indices)):
-            self._at = divmod(k + 1, each) if k + 1 < len(indices) else (self._steps, 0)
-            yield indices[k]
+    def _yield_from(self, indices: list[int], step: int, offset: int) -> Iterator[int]:
+        size = self.local_batch_size
+        for count in range(step * size + offset + 1, len(indices) + 1):
+            self._position = divmod(count, size) if count < len(indices) else (self._steps, 0)
+            yield indices[count - 1]
 
     def __len__(self) -> int:
         n = len(self.dataset)
         if self.padding:
             return n // self.num_replicas if self.drop_last else -(-n // self.num_replicas)
-        whole, rest = self._minibatches
+        whole, rest = self._minibatch_counts
         return whole * self.local_batch_size + self._share(rest)
 
     @property
@@ -147,72 +138,65 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def batches(self) -> Batches:
-        """The same indices as one list for each step, of which some may be empty: a batch sampler for DataLoader."""
+        """The same indices as one list for each step: a batch sampler for DataLoader. A list may be empty."""
         if self.batch_size is None:
-            raise ValueError(
-                message(
-                    f"{_WHERE}.batches",
-                    argument="batch_size",
-                    got="none",
-                    need="the number of samples of a step, over all workers together",
-                    mend=f"DistributedSampler(..., padding=True, batch_size=16 * {self.num_replicas}) for 16 on each",
-                )
+            raise _batch_size_error(
+                "none",
+                "the number of samples of a step, over all workers together",
+                f"DistributedSampler(..., padding=True, batch_size=16 * {self.num_replicas}) for 16 on each",
+                f"{_WHERE}.batches",
             )
         return Batches(self)
 
     def loader(self, *, collate_fn: Callable[[list], Any] | None = None, **options: Any) -> DataLoader:
-        """A DataLoader of this worker's shares, whose tensors vary over axis_name. An empty share is a batch of length
-        0, by `Collate`.
+        """A DataLoader of this worker's shares, whose tensors vary over axis_name. `Collate` makes a batch of length 0
+        of an empty share.
 
-        collate_fn: as DataLoader takes it. options: the others of DataLoader that do not say how to sample.
+        collate_fn: as DataLoader takes it. options: other arguments of DataLoader, except those of sampling.
         """
-        return DataLoader(
-            self.dataset,
-            batch_sampler=self.batches,
-            collate_fn=Collate(self.dataset, collate_fn),
-            **options,
-        )
+        collate = Collate(self.dataset, collate_fn)
+        return DataLoader(self.dataset, batch_sampler=self.batches, collate_fn=collate, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle by seed + epoch from now on. To be called on all workers before each epoch."""
+        """Shuffle by seed + epoch from now on. Call it on all workers before each epoch."""
         epoch = _integer("epoch", epoch, None, "sampler.set_epoch(0)", f"{_WHERE}.set_epoch")
         if epoch != self.epoch:
-            self._at, self._resumes = (0, 0), False
+            self._position, self._resumes = (0, 0), False
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last pass stands, as plain numbers: epoch, steps given out, and what the order depends on.
+        """The position of the last pass, as plain numbers: epoch, yielded steps, and what the order depends on.
 
-        Any number of workers may go on from it, unless it was taken within a share, or with padding. A DataLoader with
-        processes of its own takes steps ahead of those it has yielded: torchdata's StatefulDataLoader allows for that;
+        Any number of workers may resume from it, unless it was taken within a share, or with padding. A DataLoader with
+        processes of its own takes more steps than it has yielded. torchdata's StatefulDataLoader corrects that;
         otherwise count the steps, and load `{"epoch": epoch, "step": count}`.
         """
-        step, offset = self._at
+        step, offset = self._position
         return {"epoch": self.epoch, "step": step, "offset": offset, **self._order}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a state was taken: the next pass starts there, unless `set_epoch` asks for another epoch first.
+        """Resume from a state: the next pass starts at its position, unless `set_epoch` sets another epoch first.
 
-        Needs "epoch" and "step"; whatever else the state holds must agree with this sampler (ValueError).
+        The state needs "epoch" and "step". Its other values must agree with this sampler (ValueError).
         """
         where = f"{_WHERE}.load_state_dict"
         mend = 'sampler.load_state_dict({"epoch": 2, "step": 10})'
         epoch = _integer("state_dict['epoch']", state_dict.get("epoch"), None, mend, where)
         step = _integer("state_dict['step']", state_dict.get("step"), 0, mend, where)
         offset = _integer("state_dict['offset']", state_dict.get("offset", 0), 0, mend, where)
-        for name, own in self._order.items():
-            given = state_dict.get(name, own)
-            if given != own and (name != "num_replicas" or self.padding or offset):
+        for name, value in self._order.items():
+            loaded = state_dict.get(name, value)
+            if loaded != value and (name != "num_replicas" or self.padding or offset):
                 raise ValueError(
                     message(
                         where,
                         argument=f"state_dict[{name!r}]",
-                        got=repr(given),
-                        need=f"{own!r}, as this sampler has it: otherwise samples would come twice, or never",
+                        got=repr(loaded),
+                        need=f"{value!r}, as this sampler has it: otherwise samples would come twice, or never",
                         mend=f"make the sampler as it was, or start at the next epoch: sampler.set_epoch({epoch + 1})",
                     )
                 )
-        self.epoch, self._at, self._resumes = epoch, (step, offset), True
+        self.epoch, self._position, self._resumes = epoch, (step, offset), True
 
     @property
     def _order(self) -> dict[str, Any]:
@@ -229,17 +213,17 @@ class DistributedSampler(Sampler[int]):
     def _start(self) -> tuple[int, int]:
         """The step and the offset at which the next pass starts."""
         if not self._resumes:
-            self._at = (0, 0)
+            self._position = (0, 0)
         self._resumes = False
-        return self._at
+        return self._position
 
     def _share(self, n: int) -> int:
-        """How many of n samples are this worker's."""
+        """This worker's number of samples, of n."""
         return block_sizes(n, self._parts)[self.rank]
 
     @property
-    def _minibatches(self) -> tuple[int, int]:
-        """The number of whole minibatches, and the samples of the short one, if there is one."""
+    def _minibatch_counts(self) -> tuple[int, int]:
+        """The number of whole minibatches, and the number of samples in the short last one, or 0."""
         assert self.batch_size is not None
         whole, rest = divmod(len(self.dataset), self.batch_size)
         return whole, 0 if self.drop_last else rest
@@ -248,11 +232,11 @@ class DistributedSampler(Sampler[int]):
     def _steps(self) -> int:
         if self.padding:
             return -(-len(self) // self.local_batch_size)
-        whole, rest = self._minibatches
+        whole, rest = self._minibatch_counts
         return whole + (rest > 0)
 
     def _indices(self) -> list[int]:
-        """This worker's indices of an epoch. Those of a step are adjacent."""
+        """This worker's indices of an epoch, step by step."""
         n = len(self.dataset)
         order = torch.arange(n, device="cpu")
         if self.shuffle:  # on the host, whatever the default device is
@@ -262,20 +246,20 @@ class DistributedSampler(Sampler[int]):
             positions = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
             return order[positions % max(n, 1)].tolist()
         assert self.batch_size is not None
-        whole, rest = self._minibatches
+        whole, rest = self._minibatch_counts
         end = whole * self.batch_size
         shares = order[:end].reshape(whole, self.batch_size)[:, self._bounds(self.batch_size)]
         return shares.flatten().tolist() + order[end : end + rest][self._bounds(rest)].tolist()
 
     def _bounds(self, n: int) -> slice:
-        at = offsets(block_sizes(n, self._parts))
-        return slice(at[self.rank], at[self.rank + 1])
+        """The positions of this worker's share of n samples."""
+        return slice(*offsets(block_sizes(n, self._parts))[self.rank : self.rank + 2])
 
     def _refuse_empty_shares(self) -> None:
         if self.padding:
             return
         assert self.batch_size is not None
-        whole, rest = self._minibatches
+        whole, rest = self._minibatch_counts
         for count, what in ((self.batch_size * (whole > 0), "a minibatch"), (rest, "the last minibatch")):
             if count and not min(block_sizes(count, self._parts)):
                 raise ValueError(
@@ -293,9 +277,9 @@ class DistributedSampler(Sampler[int]):
 class Batches(Sampler[list[int]]):
     """The indices of a `DistributedSampler` as one list for each step. All workers make the same number of steps.
 
-    `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. A list may be empty, where a minibatch
-    has fewer samples than there are workers. Arrays take it as it is (`x[indices]`), so does `DataLoader(data,
-    sampler=sampler.batches, batch_size=None)` where the dataset takes lists; collation needs `Collate`.
+    `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. If a minibatch has fewer samples than
+    there are workers, some lists are empty. Arrays take empty lists (`x[indices]`), and so does `DataLoader(data,
+    sampler=sampler.batches, batch_size=None)` if the dataset takes lists. Collation needs `Collate`.
     """
 
     @api_boundary
@@ -304,13 +288,13 @@ class Batches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         step, offset = self.sampler._start()
-        return self._each(self.sampler._indices(), step, offset)
+        return self._yield_from(self.sampler._indices(), step, offset)
 
-    def _each(self, indices: list[int], step: int, offset: int) -> Iterator[list[int]]:
-        each = self.sampler.local_batch_size
-        for k in range(step, self.sampler._steps):
-            self.sampler._at = (k + 1, 0)
-            yield indices[k * each + offset : (k + 1) * each]
+    def _yield_from(self, indices: list[int], step: int, offset: int) -> Iterator[list[int]]:
+        size = self.sampler.local_batch_size
+        for number in range(step, self.sampler._steps):
+            self.sampler._position = (number + 1, 0)
+            yield indices[number * size + offset : (number + 1) * size]
             offset = 0
 
     def __len__(self) -> int:
@@ -318,7 +302,7 @@ class Batches(Sampler[list[int]]):
 
     @property
     def batch_size(self) -> int:
-        """The length of a list, but for the last one."""
+        """The length of each list but the last one."""
         return self.sampler.local_batch_size
 
     @property
@@ -338,61 +322,58 @@ class Batches(Sampler[list[int]]):
         self.sampler.load_state_dict(state_dict)
 
 
-def _integer(argument: str, value: Any, least: int | None, mend: str, where: str = _WHERE) -> int:
-    """A number as a plain integer, checked."""
-    need = "an integer" if least is None else f"an integer of at least {least}"
+def _batch_size_error(got: str, need: str, mend: str, where: str = _WHERE) -> ValueError:
+    return ValueError(message(where, argument="batch_size", got=got, need=need, mend=mend))
+
+
+def _integer(argument: str, value: Any, minimum: int | None, mend: str, where: str = _WHERE) -> int:
+    """A number as a plain integer. Raises TypeError for other values, ValueError below the minimum."""
+    need = "an integer" if minimum is None else f"an integer of at least {minimum}"
     text = message(where, argument=argument, got=describe(value), need=need, mend=mend)
     try:
-        number = index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(text) from None
     if isinstance(value, bool):
         raise TypeError(text)
-    if least is not None and number < least:
+    if minimum is not None and number < minimum:
         raise ValueError(text)
     return int(number)
 
 
 def _check_dataset(dataset: Any) -> None:
+    """Raise TypeError for a dataset without indices or length."""
+    name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            message(
-                _WHERE,
-                argument="dataset",
-                got=f"{type(dataset).__name__}, an IterableDataset",
-                need="a dataset that is asked for samples by index",
-                mend="let its __iter__ take this worker's samples, by spmd.worker_index(axis_name) as it is when the "
-                "dataset is made, or give it __len__ and __getitem__",
-            )
+        got, need = f"{name}, an IterableDataset", "a dataset that gives samples by index"
+        mend = (
+            "let its __iter__ take this worker's samples, by spmd.worker_index(axis_name) as it is when the "
+            "dataset is made, or give it __len__ and __getitem__"
         )
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            message(
-                _WHERE,
-                argument="dataset",
-                got=f"{type(dataset).__name__}, which has no length",
-                need="a dataset with __len__ and __getitem__",
-                mend="give it __len__",
-            )
-        )
+    elif not hasattr(dataset, "__len__"):
+        got, need = f"{name}, which has no length", "a dataset with __len__ and __getitem__"
+        mend = "give it __len__"
+    else:
+        return
+    raise TypeError(message(_WHERE, argument="dataset", got=got, need=need, mend=mend))
 
 
-def _place(
+def _workers_of(
     num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
-    """The numbers of parts into which a minibatch is split, major to minor; this worker's part; the axes."""
+    """The numbers of parts into which a minibatch is split, major to minor; the index of this worker; the axes."""
     worker = WORKER.get()
     if axis_name is not None:
         if num_replicas is not None or rank is not None:
-            raise _no_place(
+            raise _axis_error(
                 f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
                 "the axis, or the two numbers",
-                "leave out the one that is not meant",
+                "leave out one of them",
             )
         if worker is None:
-            raise _no_place(
+            raise _axis_error(
                 f"{axis_name!r}, outside of any body",
-                "a worker to be made on, whose place along the axis is known",
+                "a worker, which has an index along the axis",
                 "make it inside the function that is mapped, or give num_replicas= and rank=",
             )
         names = worker.mesh.names(axis_name, _WHERE)
@@ -400,7 +381,7 @@ def _place(
         return group.dims, group.index, names
     if num_replicas is None and rank is None:
         if worker is not None:
-            raise _no_place(
+            raise _axis_error(
                 f"none, in a body on {worker.mesh}",
                 "the axes along which minibatches are split",
                 f"axis_name={next(iter(worker.mesh.axes), ())!r}",
@@ -415,19 +396,19 @@ def _place(
             mend='num_replicas=4, rank=k, or in a body axis_name="data"; the size of a minibatch is batch_size=',
         )
     size = _integer("num_replicas", num_replicas, 1, "num_replicas=4")
-    place = _integer("rank", rank, 0, "rank=0")
-    if place >= size:
+    index = _integer("rank", rank, 0, "rank=0")
+    if index >= size:
         raise ValueError(
             message(
                 _WHERE,
                 argument="rank",
-                got=f"{place} of {size} workers",
+                got=f"{index} of {size} workers",
                 need=f"an integer from 0 to {size - 1}",
                 mend="rank=0 is the first worker",
             )
         )
-    return (size,), place, ()
+    return (size,), index, ()
 
 
-def _no_place(got: str, need: str, mend: str) -> MeshError:
+def _axis_error(got: str, need: str, mend: str) -> MeshError:
     return MeshError.at(_WHERE, argument="axis_name", got=got, need=need, mend=mend)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,7 +11,7 @@ from spmd.bridge.torch.function import apply
 from spmd.bridge.torch.partitioned.arguments import operator_error
 from spmd.bridge.torch.partitioned.registry import handles
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
-from spmd.bridge.torch.worker_context import context_of, device_of
+from spmd.bridge.torch.worker_context import assigned, context_of, device_of
 from spmd.mesh import WORKER
 from spmd.operators.sums import Sum
 
@@ -21,7 +19,7 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for bodies: where a gradient of any worker is not finite, all skip the step.
+    """`torch.amp.GradScaler` for bodies: if a gradient of any worker is not finite, all workers skip the step.
 
         scaler = spt.GradScaler()
         for x, t in batches:
@@ -34,8 +32,8 @@ class GradScaler(torch.amp.GradScaler):
             scaler.step(optimizer)
             scaler.update()
 
-    To be made and used in a body, by all workers of the mesh. device: by default that of the mesh. Other arguments, and
-    the numbers that one worker alone would have: as torch's.
+    Construct and use it in a body, on all workers of the mesh. device: by default that of the mesh. Other arguments and
+    the results are those of torch's scaler in a program of one worker.
     Cost: one all-reduce of a number over the mesh for each optimiser and step.
     """
 
@@ -45,31 +43,22 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, *args, **kwargs)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        with unscaling():
+        with assigned(_unscaling, True):
             found_inf = super()._unscale_grads_(*args, **kwargs)
         worker = WORKER.get()
         if worker is None or worker.mesh.size == 1:
             return found_inf
         # Gradients lie on the device of the mesh; a worker may have none.
-        own = sum((f.detach().double() for f in found_inf.values()), torch.zeros((), dtype=torch.float64))
+        count = sum((f.detach().double() for f in found_inf.values()), torch.zeros((), dtype=torch.float64))
         device = device_of(worker)
-        total = apply(Sum(tuple(worker.mesh.axes)), own.reshape(()).to(device), context_of(worker))
-        if not found_inf:  # a worker without gradients, which is told what the others have found_inf
+        total = apply(Sum(tuple(worker.mesh.axes)), count.reshape(()).to(device), context_of(worker))
+        if not found_inf:  # this worker has no gradients, but skips the step if others do
             return {device: (total > 0).float()}
         return {d: f.copy_((total > 0).to(f)) for d, f in found_inf.items()}
 
 
 _unscaling: ContextVar[bool] = ContextVar("spmd_torch_unscaling", default=False)
-
-
-@contextlib.contextmanager
-def unscaling() -> Iterator[None]:
-    """Admit the check of gradients that loss scaling makes, whose result workers are then told."""
-    token = _unscaling.set(True)
-    try:
-        yield
-    finally:
-        _unscaling.reset(token)
+"""Whether a `GradScaler` checks this worker's gradients and shares the result among workers."""
 
 
 @handles("_amp_foreach_non_finite_check_and_unscale_")
@@ -77,8 +66,8 @@ def _unscaled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _unscaling.get():
         raise operator_error(
             func,
-            "gradients in blocks: what one worker finds infinite the others would not know of",
-            "a scaler whose workers agree on each step",
+            "gradients in blocks: a worker does not know of infinite entries in the blocks of others",
+            "a scaler that shares the result among workers",
             "spt.GradScaler in place of torch.amp.GradScaler",
         )
     grads, found_inf, scale = args

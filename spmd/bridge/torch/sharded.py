@@ -1,4 +1,4 @@
-"""Modules of whose parameters each worker holds a block: saving, loading, and norms of gradients.
+"""Modules with parameters in blocks: saving, loading, and norms of gradients.
 
 Such a parameter is a `spt.Parameter`, which has a layout. The `state_dict` of a `ShardedModule` holds whole tensors, as
 that of the same module without shards, and `load_state_dict` copies this worker's block of them. So checkpoints fit any
@@ -8,7 +8,6 @@ mesh. Replicated parameters are `nn.Parameter`s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +21,7 @@ from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
-from spmd.bridge.torch.worker_context import context_of, device_of
+from spmd.bridge.torch.worker_context import assigned, context_of, device_of
 from spmd.errors import LayoutError, StateError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
@@ -32,11 +31,12 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "state_dict"]
 
-_whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
+_saves_whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
+"""Whether `state_dict` holds whole tensors in place of blocks."""
 
 
 class ShardedModule(nn.Module):
-    """A module of some of whose parameters each worker holds a block.
+    """A module in which each worker holds blocks of some parameters.
 
         class Scale(spt.ShardedModule):
             def __init__(self, features):
@@ -48,12 +48,12 @@ class ShardedModule(nn.Module):
 
     `state_dict()` of it, or of any module around it, is collective: all workers call it, and each gets every parameter
     whole, as a plain tensor that shares no memory with the module. `spt.state_dict(module, whole=False)` gives blocks.
-    `load_state_dict` takes either; of whole tensors it copies this worker's block, and sends nothing. All have the keys
-    of the same module without shards. To be made in a body.
+    `load_state_dict` takes either. It copies this worker's block of whole tensors, and sends nothing. All have the keys
+    of the same module without shards. Construct it in a body.
     """
 
     _split: frozenset[str] = frozenset()
-    """The parameters that lie in blocks."""
+    """The names of the parameters that are split into blocks."""
 
     def register_shard(
         self,
@@ -85,7 +85,7 @@ class ShardedModule(nn.Module):
             raise LayoutError.at(
                 where,
                 argument="shape",
-                got="none, for a parameter that is filled",
+                got="none, for a parameter that a function fills",
                 need="the shape of the whole",
                 mend="shape=(out_features, in_features)",
             )
@@ -101,9 +101,11 @@ class ShardedModule(nn.Module):
                 whole = torch.empty(layout.shape, dtype=dtype, device="cpu")
                 value(whole)
         block = Parameter(whole, layout).detach()
-        own = block.to(device, dtype) if layout.varying else block.block().to(device, dtype)
-        self._split = self._split | {name} if layout.varying else self._split - {name}
-        self.register_parameter(name, nn.Parameter(plain(own) if not layout.varying else own, requires_grad))
+        if layout.varying:
+            self._split, data = self._split | {name}, block.to(device, dtype)
+        else:
+            self._split, data = self._split - {name}, plain(block.block().to(device, dtype))
+        self.register_parameter(name, nn.Parameter(data, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
@@ -138,7 +140,7 @@ class ShardedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if _whole.get():
+        if _saves_whole.get():
             for name in (*self._parameters, *self._buffers):
                 value = destination.get(prefix + name)
                 if isinstance(value, PartitionedTensor):
@@ -154,26 +156,19 @@ class ShardedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        given = dict(state_dict)
+        tensors = dict(state_dict)
         if local_metadata.get("assign_to_params_buffers"):
             for name, own in (*self._parameters.items(), *self._buffers.items()):
-                value = given.get(prefix + name)
+                value = tensors.get(prefix + name)
                 if isinstance(own, PartitionedTensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-                    given[prefix + name] = own.like_whole(value)
-        before = len(error_msgs)
-        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        for k, text in enumerate(error_msgs[before:], before):
+                    tensors[prefix + name] = own.like_whole(value)
+        start = len(error_msgs)
+        super()._load_from_state_dict(
+            tensors, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for index, text in enumerate(error_msgs[start:], start):
             if text.startswith("size mismatch"):
-                error_msgs[k] = f"{text} A checkpoint has whole tensors."
-
-
-@contextmanager
-def _saving(whole: bool) -> Iterator[None]:
-    token = _whole.set(whole)
-    try:
-        yield
-    finally:
-        _whole.reset(token)
+                error_msgs[index] = f"{text} A checkpoint has whole tensors."
 
 
 def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
@@ -182,7 +177,7 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
     whole: True: every parameter whole, a plain tensor on every worker, which fits any mesh. Collective. False: blocks,
     as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent.
     """
-    with _saving(whole):
+    with assigned(_saves_whole, whole):
         state = module.state_dict()
     if whole:
         for name, value in state.items():
@@ -197,8 +192,8 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
 def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Parameter]:
     """Each parameter of modules, once."""
     seen: set[int] = set()
-    every = [modules] if isinstance(modules, nn.Module) else list(modules)
-    for m in every:
+    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
+    for m in roots:
         if not isinstance(m, nn.Module):
             raise StateError.at(
                 "spt.grad_norm",
@@ -207,7 +202,7 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
                 need="modules: they know which of their parameters are blocks",
                 mend="spt.clip_grad_norm_(net, 1.0)",
             )
-    for module in every:
+    for module in roots:
         for m in module.modules():
             for parameter in m.parameters(recurse=False):
                 if id(parameter) not in seen:
@@ -217,8 +212,8 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
 
 @api_boundary
 def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of modules as one vector. Each block counts once, and so does a replicated parameter.
-    It is the same on all workers, and equal to that of the same module without shards.
+    """The norm of all gradients of modules as one vector. Each block and each replicated parameter counts once. It is
+    the same on all workers, and equal to that of the same module without shards.
 
     modules: a module, or several. norm_type: of the p-norm, above 0; infinity for the largest. In at least float32.
     Cost: one all-reduce of a number for each set of axes over which parameters lie. Collective; no gradient.
@@ -229,7 +224,7 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
             "spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0"
         )
     largest = p == float("inf")
-    on = device_of(WORKER.get())
+    device = device_of(WORKER.get())
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}
     with torch.no_grad():
         for parameter in _parameters(modules):
@@ -243,11 +238,11 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
                 continue
             if g.dtype not in (torch.float64, torch.complex128):
                 g = g.to(torch.complex64 if g.is_complex() else torch.float32)
-            norm = torch.linalg.vector_norm(g, p).to(on, torch.float64)
+            norm = torch.linalg.vector_norm(g, p).to(device, torch.float64)
             part.append(norm if largest else norm**p)
-        zero = torch.zeros((), dtype=torch.float64, device=on)
-        sums = [_over(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
-        total = _combined([zero, *sums], largest)
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        totals = [_over_workers(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
+        total = _combined([zero, *totals], largest)
         return total if largest else total ** (1 / p)
 
 
@@ -256,7 +251,7 @@ def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
     return stacked.amax() if largest else stacked.sum()
 
 
-def _over(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
+def _over_workers(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
     """The sum, or the largest, of the numbers of all workers along some axes."""
     if not axes:
         return part
@@ -273,10 +268,10 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the gradients of modules, in place, so that their norm all together is at most max_norm.
+    """Scale the gradients of modules, in place, so that the norm of all together is at most max_norm.
 
-    As `torch.nn.utils.clip_grad_norm_`, for modules of which some parameters are blocks; see `grad_norm`. Gives the
-    norm before. Collective. Raises RuntimeError for a norm that is no number, where error_if_nonfinite says so.
+    As `torch.nn.utils.clip_grad_norm_`, for modules with parameters in blocks; see `grad_norm`. Returns the norm before
+    scaling. Collective. With error_if_nonfinite, raises RuntimeError for a norm that is not finite.
     """
     modules = modules if isinstance(modules, nn.Module) else list(modules)
     total = grad_norm(modules, norm_type)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.call_arguments import argument, tensors_in
 from spmd.bridge.torch.function import CollectiveCall, LinearFunction, TransformableFunction
 from spmd.bridge.torch.functorch import current_level, has_tangent, is_wrapped
 from spmd.bridge.torch.interop import array_of
@@ -96,11 +96,11 @@ class Tensor(TensorWithState):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            return torch.Tensor.__deepcopy__(plain(self), memo)  # which says what is wrong
+            return torch.Tensor.__deepcopy__(plain(self), memo)  # raises torch's error
         copied: Any
         with _disabled():
             copied = copy.deepcopy(self.detach().as_subclass(torch.Tensor), {})
-        set_state(copied, self.state)  # in place: a view would be no leaf
+        set_state(copied, self.state)  # in place: a view would not be a leaf
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
@@ -138,27 +138,27 @@ class Tensor(TensorWithState):
         return _results_with_state(result, state)
 
 
-_sweeping = threading.local()
+_backward_flag = threading.local()
 
 
 @contextmanager
 def backward_scope() -> Iterator[None]:
     """Mark this thread as in backward. Functions that start it do not call `__torch_function__` a second time."""
-    before, _sweeping.on = in_backward(), True
+    outer, _backward_flag.active = in_backward(), True
     try:
         with _disabled():
             yield
     finally:
-        _sweeping.on = before
+        _backward_flag.active = outer
 
 
 def in_backward() -> bool:
     """Whether this thread is in a backward that started at a `Tensor`."""
-    return getattr(_sweeping, "on", False)
+    return getattr(_backward_flag, "active", False)
 
 
 def with_state(x: torch.Tensor, state: State) -> torch.Tensor:
-    """A tensor on the same data in this state: a view, as autograd sees it."""
+    """A tensor on the same data in this state. To autograd it is a view."""
     with no_overrides():
         result = x.as_subclass(Tensor)
     result._state = state
@@ -201,16 +201,16 @@ def _vary_arguments(func: Callable, args: Any, kwargs: dict, state: State) -> tu
 def varied_arguments(args: Any, kwargs: dict, state: State, targets: Any = ()) -> tuple[Any, dict]:
     """The arguments of a function, varied to a state where they are differentiated."""
 
-    def one(a: Any) -> Any:
+    def vary(a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             if state_of_tensor(a) is state or not needs_grad(a):
                 return a
             return a if any(a is x for x in targets) else varied_copy(a, state, True)
         if type(a) in (tuple, list):
-            return type(a)(one(b) for b in a)
+            return type(a)(vary(b) for b in a)
         return a
 
-    return tuple(one(a) for a in args), {k: one(a) for k, a in kwargs.items()}
+    return tuple(vary(a) for a in args), {name: vary(a) for name, a in kwargs.items()}
 
 
 def _is_foreach(func: Callable) -> bool:
@@ -218,11 +218,11 @@ def _is_foreach(func: Callable) -> bool:
 
 
 def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
-    """A function of lists of tensors: states are joined entry by entry."""
-    every = (*args, *kwargs.values())
-    lists = [a for a in every if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
-    alone = _common_state([a for a in every if isinstance(a, torch.Tensor)], {})[0]
-    states = [_common_state(entries, {})[0] | alone for entries in zip(*lists, strict=True)]
+    """A function of lists of tensors. Each entry of the result has the union of the states of its operands."""
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if type(a) in (list, tuple) and a and isinstance(a[0], torch.Tensor)]
+    shared_state = _common_state([a for a in values if isinstance(a, torch.Tensor)], {})[0]
+    states = [_common_state(entries, {})[0] | shared_state for entries in zip(*lists, strict=True)]
     writes = func.__name__.endswith("_")
     if writes:
         for x, state in zip(args[0], states, strict=True):
@@ -230,12 +230,12 @@ def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
                 check_write(func, x, state)
     else:
 
-        def one(a: Any) -> Any:
+        def vary(a: Any) -> Any:
             if not any(a is b for b in lists):
                 return a
             return [varied_arguments((x,), {}, s)[0][0] for x, s in zip(a, states, strict=True)]
 
-        args, kwargs = tuple(map(one, args)), {k: one(a) for k, a in kwargs.items()}
+        args, kwargs = tuple(map(vary, args)), {name: vary(a) for name, a in kwargs.items()}
     with _disabled():
         result = func(*args, **kwargs)
     if writes:
@@ -249,7 +249,7 @@ def _call_foreach(func: Callable, args: Any, kwargs: dict) -> Any:
 def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that a function writes to."""
     if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return _mutated(func, args, kwargs)
+        return _written_by_schema(func, args, kwargs)
     out = kwargs.get("out")
     if out is not None:
         return list(tensors_in((out,), {}))
@@ -261,26 +261,25 @@ def _written_tensors(func: Callable, args: Any, kwargs: dict) -> list[torch.Tens
     return [args[0]] if inplace and args and isinstance(args[0], torch.Tensor) else []
 
 
-def _mutated(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
+def _written_by_schema(op: Any, args: Any, kwargs: dict) -> list[torch.Tensor]:
     """The tensors that the schema of an operator marks as written."""
     overload = op if isinstance(op, torch._ops.OpOverload) else getattr(op, op.overloads()[0])
-    given = [
-        args[k] if k < len(args) else kwargs.get(a.name)
-        for k, a in enumerate(overload._schema.arguments)
+    written = [
+        argument(args, kwargs, position, a.name)
+        for position, a in enumerate(overload._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     ]
-    return list(tensors_in(given, {}))
+    return list(tensors_in(written, {}))
 
 
 def check_write(func: Callable, target: torch.Tensor, state: State) -> None:
-    """Raise if a tensor that is written to cannot carry the state of what is written."""
-    free = isinstance(target, Tensor) and not target.requires_grad
-    if free:
+    """Raise if a tensor that is written to cannot take the state of the values."""
+    if isinstance(target, Tensor) and not target.requires_grad:
         return
     axes = ", ".join(map(repr, sorted(state.varying - state_of_tensor(target).varying)))
     if not axes:
         return
-    # No TypeError, which torch would take for a hint to write y = y + x for y += x.
+    # For a TypeError, torch would compute y = y + x in place of y += x.
     raise MutationError.at(
         f"torch.{getattr(func, '__name__', 'a function')} in place",
         argument="self",
@@ -316,10 +315,9 @@ def check_losses(outputs: Any) -> None:
 def _gradients(func: Callable, args: Any, kwargs: dict) -> Any:
     """torch.autograd.grad: a gradient has the state of its input."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    several = not isinstance(inputs, torch.Tensor)
     states = [
         state_of_tensor(x) | summed_state(x) if isinstance(x, torch.Tensor) else None
-        for x in (inputs if several else [inputs])
+        for x in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)
     ]
     check_losses(args[0] if args else kwargs["outputs"])
     with backward_scope():
@@ -339,7 +337,7 @@ def _refuse_value(func: Callable, args: Any, kwargs: dict) -> None:
         call,
         argument="x",
         got=x.__spmd_describe__(),
-        need="an Invariant tensor: workers would part ways on a value of their own",
+        need="an Invariant tensor: workers would take different branches on values of their own",
         mend=f"spt.psum(x, {axis!r}), spt.mean(x, {axis!r}) or spt.pmax(x, {axis!r}) make it so; "
         "spt.block(x) gives the data alone, to print it",
     )
@@ -349,20 +347,20 @@ CALL_CHECKS: dict[Any, Callable[[Callable, Any, dict], None]] = {
     getattr(torch.Tensor, name): _refuse_value
     for name in "item __bool__ __int__ __float__ __complex__ __index__ tolist numpy __array__".split()
 }
-"""Checks of calls with Varying tensors, by function: they raise where the result would be wrong without a sign."""
+"""Checks of calls with Varying tensors, by function: they raise where the result would be silently wrong."""
 
 
 def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Tensor:
     """An Invariant tensor varied to a state. All uses share one copy, so their cotangents are added before the sum.
 
-    joined: whether it is varied because it meets others in this state.
+    joined: whether it is varied because it meets other tensors in this state.
     """
     worker = WORKER.get()
     if worker is None:
         raise MeshError.at(
             "a function of torch",
             got="tensors of different state outside of any body",
-            need="tensors without state: spt.map gives results without",
+            need="tensors without state, as spt.map returns them",
             mend="return what is needed outside with an out_spec",
         )
     with no_overrides():
@@ -370,18 +368,19 @@ def varied_copy(x: torch.Tensor, state: State, joined: bool = False) -> torch.Te
 
 
 def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker) -> torch.Tensor:
-    own = _summed_elsewhere(x, state)
-    if own:
-        sums = gradient_sync_of(x)
-        difference = None if sums is None else sums.undeclared.get(id(x))
+    synced_axes = _synced_axes(x, state)
+    if synced_axes:
+        sync = gradient_sync_of(x)
+        difference = None if sync is None else sync.undeclared.get(id(x))
         if difference is not None and not state.varying.isdisjoint(difference.axes):
             raise difference.error()
-        own_state = state_of(own | state_of_tensor(x).varying)
-        return with_state(x, own_state) if own_state is state else varied_copy(with_state(x, own_state), state, joined)
+        synced_state = state_of(synced_axes | state_of_tensor(x).varying)
+        x = with_state(x, synced_state)
+        return x if synced_state is state else varied_copy(x, state, joined)
     context = context_of(worker)
     names = tuple(n for n in worker.mesh.axes if n in state.varying - state_of_tensor(x).varying)
     key = (id(x), state)
-    # The graph of the copy holds the leaf. The leaf must not hold the copy: no collector would see that circle.
+    # The graph of the copy holds the leaf. If the leaf held the copy, no collector would see that cycle.
     cache: Any = context.varied_copies if x.is_leaf else vars(x).setdefault("_varied_copies", {})
     cached = cache.get(key)
     if cached is not None and cached[1] == x._version and (cached[0] is None or cached[0] is x):
@@ -390,25 +389,26 @@ def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker
         verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
     call = CollectiveCall(Vary(names), context)
     call.scalar_term = joined and not x.ndim
-    followed = is_wrapped(x) or has_tangent(x)
-    # A tensor that no transformation wraps is varied below all of them, in its own graph.
-    beneath = not followed and current_level() is not None
-    with temporarily_clear_interpreter_stack() if beneath else nullcontext():
-        varied = with_state((TransformableFunction if followed else LinearFunction).apply(plain(x), call), state)
+    transformed = is_wrapped(x) or has_tangent(x)
+    # A tensor that no transformation wraps is varied outside all of them, in its own graph.
+    outside = not transformed and current_level() is not None
+    with temporarily_clear_interpreter_stack() if outside else nullcontext():
+        varied = with_state((TransformableFunction if transformed else LinearFunction).apply(plain(x), call), state)
     if not is_wrapped(x):
         cache[key] = (x if x.is_leaf else None, x._version, varied)
         call.key = key if x.is_leaf else None
     return varied
 
 
-def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
-    """The axes along which `spt.data_parallel` sums the gradients of the parameters that x is, or is computed of: its
-    cotangent is not to be summed along them before.
+def _synced_axes(x: torch.Tensor, state: State) -> frozenset[str]:
+    """The axes along which `spt.data_parallel` sums the gradients of x, or of the parameters from which x is computed.
+    The cotangent of x must not be summed along them before.
 
-    Raises ReplicaError for what is computed of others too, whose cotangent is.
+    Raises ReplicaError if x is also computed from other tensors, whose cotangents must be summed before.
     """
-    wanted = state.varying - state_of_tensor(x).varying
-    if x.is_leaf or not any(sums is not None and sums.state.varying & wanted for sums in _all_sums()):
+    added_axes = state.varying - state_of_tensor(x).varying
+    syncs = {reference() for reference in list(GRADIENT_SYNCS.values())}
+    if x.is_leaf or not any(sync is not None and sync.state.varying & added_axes for sync in syncs):
         return summed_state(x).varying & state.varying
     axes_of_leaves: set[frozenset[str]] = set()
     stack, seen = [x.grad_fn], set()
@@ -419,7 +419,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            axes_of_leaves.add(summed_state(variable).varying & wanted)
+            axes_of_leaves.add(summed_state(variable).varying & added_axes)
         elif isinstance(getattr(node, "call", None), CollectiveCall):  # its adjoint handles the cotangent
             axes_of_leaves.add(frozenset())
         else:
@@ -430,11 +430,7 @@ def _summed_elsewhere(x: torch.Tensor, state: State) -> frozenset[str]:
             "a module of spt.data_parallel",
             got=f"a value that meets what varies over {axes}, computed of its parameters and of others, or of "
             "results of collectives",
-            need="parameters of the module alone: their gradients are summed after backward, all others before",
-            mend=f"spt.pvary(value, {axes}) of each part, before they are put together",
+            need="only parameters of the module: their gradients are summed after backward, all others before",
+            mend=f"spt.pvary(value, {axes}) of each operand, before they are combined",
         )
     return axes_of_leaves.pop() if axes_of_leaves else frozenset()
-
-
-def _all_sums() -> set[Any]:
-    return {reference() for reference in list(GRADIENT_SYNCS.values())}

@@ -1,4 +1,4 @@
-"""The state that a tensor carries, and what is asked of any tensor: its state, its local data, its gradient mode."""
+"""The state that a tensor carries; the state, the local data and the gradient mode of any tensor."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def state_of_tensor(x: torch.Tensor) -> State:
 
 def summed_state(x: torch.Tensor) -> State:
     """The state that a parameter has where `spt.data_parallel` sums its gradients; Invariant for other tensors."""
-    sums = gradient_sync_of(x)
-    return INVARIANT if sums is None else sums.state
+    sync = gradient_sync_of(x)
+    return INVARIANT if sync is None else sync.state
 
 
 def gradient_sync_of(x: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What torch keeps for each thread: gradient mode, autocast, and the number of its own threads."""
+"""torch's settings of a thread: gradient mode, autocast, and the number of torch's own threads."""
 
 from __future__ import annotations
 

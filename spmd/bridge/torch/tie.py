@@ -44,10 +44,11 @@ def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The loss, whose backward runs through the outputs too, with cotangents of zero.
 
     If only some workers compute a loss, or use an output of a collective, their graphs differ. Then backward would
-    wait for collectives that other workers never reach. Tied to the loss on every worker, they are reached on all.
+    wait for collectives that other workers never reach. If the outputs are tied to the loss on every worker, backward
+    reaches the same collectives on all.
 
     loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
-    Forward: the loss. Gradient: g to the loss, zeros to each output, exact zeros though the outputs hold infinities.
+    Forward: the loss. Gradient: g to the loss, exact zeros to each output, even if the outputs hold infinities.
     """
     tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
     worker = WORKER.get()

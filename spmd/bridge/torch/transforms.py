@@ -1,8 +1,8 @@
 """torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
 The transformations wrap arguments in plain tensors, and unwrap results. The functions of torch that do so are replaced
-here by ones that keep the state. A reentrant checkpoint calls its function again on plain tensors; they get the states
-of the first call.
+here by functions that keep the state. A reentrant checkpoint calls its function a second time on plain tensors, which
+get the states of the first call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmd.tracebacks import boundary_like
 __all__: list[str] = []
 
 
-def _keeping(function: Callable) -> Callable:
+def _keeping_state(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         y = function(x, *args, **kwargs)
@@ -40,26 +40,26 @@ for _module, _name in (
     (vmap, "_add_batch_dim"),
     (vmap, "_remove_batch_dim"),
 ):
-    setattr(_module, _name, _keeping(getattr(_module, _name)))
+    setattr(_module, _name, _keeping_state(getattr(_module, _name)))
 
 
-def _with_states(forward: Callable) -> Callable:
+def _with_saved_states(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(ctx: Any, function: Callable, preserve: bool, *args: Any) -> Any:
         states = [x.state if isinstance(x, Tensor) else None for x in args]
 
-        def again(*args: Any) -> Any:
+        def recompute(*args: Any) -> Any:
             for x, state in zip(args, states, strict=True):
                 if state is not None and type(x) is torch.Tensor:
                     set_state(x, state)
             return function(*args)
 
-        return forward(ctx, again if any(states) else function, preserve, *args)
+        return forward(ctx, recompute if any(states) else function, preserve, *args)
 
     return call
 
 
-def _asking(engine: Callable) -> Callable:
+def _with_overrides(engine: Callable) -> Callable:
     """Python code that backward calls, such as a checkpointed function, handles states as forward does."""
 
     @boundary_like(engine)
@@ -74,5 +74,5 @@ def _asking(engine: Callable) -> Callable:
     return call
 
 
-torch.autograd._engine_run_backward = _asking(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
-checkpoint.CheckpointFunction.forward = staticmethod(_with_states(checkpoint.CheckpointFunction.forward))
+torch.autograd._engine_run_backward = _with_overrides(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
+checkpoint.CheckpointFunction.forward = staticmethod(_with_saved_states(checkpoint.CheckpointFunction.forward))

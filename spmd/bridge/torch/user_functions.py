@@ -1,9 +1,9 @@
 """Subclasses of torch.autograd.Function that users write, in bodies whose tensors carry their state.
 
-torch applies them without calling `__torch_function__`. So `apply` is replaced here: it varies Invariant arguments that
-are differentiated before they meet Varying ones, so that their cotangents are summed once over the workers. It gives
-results their state. A backward that is itself differentiated has only values that are varied already: cotangents and
-what forward has saved. So it ignores states.
+torch applies them without calling `__torch_function__`. So this module replaces `apply`: Invariant arguments that are
+differentiated are varied before they meet Varying ones, so that their cotangents are summed once over the workers, and
+results get their state. A backward that is itself differentiated ignores states, because its values, cotangents and
+those that forward saved, are varied already.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _apply: Any = torch.autograd.Function.__dict__["apply"].__func__
 _backward: Any = BackwardCFunction.apply
 
 
-def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply_with_states(cls: Any, *args: Any, **kwargs: Any) -> Any:
     worker = WORKER.get()
     if worker is None or not worker.tracked or cls.__module__.startswith(_OF_TORCH):
         return _apply(cls, *args, **kwargs)
     state = common_state(args, kwargs)
     if not state.varying:
         return _apply(cls, *args, **kwargs)
-    if cls is BackwardHookFunction:  # of the arguments or results of a module, each as it is
+    if cls is BackwardHookFunction:  # returns the arguments or results of a module unchanged
         out = _apply(cls, *args, **kwargs)
         for a, y in zip(args, out if isinstance(out, tuple) else (out,), strict=True):
             if type(y) is torch.Tensor:
-                set_state(y, state_of_tensor(a))  # in place: torch looks for their node
+                set_state(y, state_of_tensor(a))  # in place, because torch looks up their node
         return out
     args, kwargs = varied_arguments(args, kwargs, state)
     out = _apply(cls, *args, **kwargs)
-    # What forward has computed by functions of torch knows its state, also a result that is less Varying.
-    one = lambda y: with_state(y, state) if type(y) is torch.Tensor else y
-    return tuple(map(one, out)) if isinstance(out, tuple) else one(out)
+    # Results that forward computed by functions of torch have a state, which may be less Varying.
+    stateful = lambda y: with_state(y, state) if type(y) is torch.Tensor else y
+    return tuple(map(stateful, out)) if isinstance(out, tuple) else stateful(out)
 
 
-def _back(self: Any, *cotangents: Any) -> Any:
+def _backward_without_states(self: Any, *cotangents: Any) -> Any:
     worker, module = WORKER.get(), self._forward_cls.__module__
     if worker is None or not torch.is_grad_enabled() or module.startswith(("spmd.", *_OF_TORCH)):
         return _backward(self, *cotangents)
@@ -56,5 +56,5 @@ def _back(self: Any, *cotangents: Any) -> Any:
         return _backward(self, *cotangents)
 
 
-torch.autograd.Function.apply = classmethod(functools.wraps(_apply)(_applied))  # type: ignore[assignment]
-BackwardCFunction.apply = functools.wraps(_backward)(_back)  # type: ignore[method-assign]
+torch.autograd.Function.apply = classmethod(functools.wraps(_apply)(_apply_with_states))  # type: ignore[assignment]
+BackwardCFunction.apply = functools.wraps(_backward)(_backward_without_states)  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,17 +20,28 @@ __all__ = [
     "CONTEXT",
     "WorkerContext",
     "WorkerGenerators",
+    "assigned",
     "context_of",
     "device_of",
     "refuse_lockstep",
 ]
 
 
-class WorkerGenerators:
-    """The random generators of the workers of one run. Each starts in the state that torch's generator has at the call.
+@contextmanager
+def assigned(variable: ContextVar, value: Any) -> Iterator[None]:
+    """Set a context variable inside."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
-    generators: by worker: `spt.drawing` and functions of torch draw from them. seeded: by worker, the generators that
-    functions of torch draw from after `torch.manual_seed` in the body.
+
+class WorkerGenerators:
+    """The random generators of the workers of one run. Each starts in the state of torch's generator at the call.
+
+    generators: by worker, those of `spt.drawing` and of torch's random functions. seeded: by worker, those that replace
+    them in torch's random functions after `torch.manual_seed` in the body.
     """
 
     __slots__ = ("__weakref__", "generators", "seeded", "state")
@@ -48,7 +60,7 @@ class WorkerGenerators:
         return generator
 
     def current(self, worker: int) -> torch.Generator:
-        """The generator that functions of torch draw from on a worker."""
+        """The generator of torch's random functions on a worker."""
         return self.seeded.get(worker) or self.of(worker)
 
     def leave(self) -> None:
@@ -72,9 +84,9 @@ class WorkerContext:
     """The worker that a graph belongs to. It outlives a run of the map, because backward may be another run.
 
     worker: the worker that runs now; None between runs. varied_copies: of parameters, by id and state, until backward.
-    extra_leaves: tensors that require a gradient only because another worker's tensor does; kept if the map is
-    differentiated from outside, else None. generators: the random generators of the run.
-    number, tickets: compiled graphs refer to this context by number, and to operators that were bound here by ticket.
+    extra_leaves: tensors that require a gradient only because another worker's tensor does; None if the map is not
+    differentiated from outside. generators: the random generators of the run.
+    number, tickets: in compiled graphs, the number refers to this context, and a ticket to an operator bound here.
     """
 
     __slots__ = (
@@ -101,9 +113,9 @@ class WorkerContext:
 
     def acting_worker(self) -> Worker:
         """The worker of this context: the one whose body runs in this thread, or else the one that is set."""
-        now = WORKER.get()
-        if now is not None and now.index == self.index and now.mesh is self.mesh:
-            return now
+        current = WORKER.get()
+        if current is not None and current.index == self.index and current.mesh is self.mesh:
+            return current
         if self.worker is None:
             raise map_ended("backward of an operator")
         return self.worker
@@ -111,14 +123,13 @@ class WorkerContext:
     @contextmanager
     def active(self, worker: Worker):
         """Make this the context of a worker while it runs."""
-        before, self.worker = self.worker, worker
+        outer, self.worker = self.worker, worker
         COMPILE_GUARD.name = f"worker {self.index}"
-        token = CONTEXT.set(self)
         try:
-            yield
+            with assigned(CONTEXT, self):
+                yield
         finally:
-            CONTEXT.reset(token)
-            self.worker = before
+            self.worker = outer
             self.varied_copies.clear()
 
 
@@ -126,7 +137,7 @@ COMPILE_GUARD = threading.local()
 """`COMPILE_GUARD.name` differs between workers. torch.compile guards it, so each worker has graphs of its own."""
 
 
-CONTEXT: ContextVar[WorkerContext | None] = ContextVar("spmd_torch_seat", default=None)
+CONTEXT: ContextVar[WorkerContext | None] = ContextVar("spmd_torch_context", default=None)
 
 
 _numbers = itertools.count()

@@ -31,13 +31,13 @@ W = randn(3, seed=2)
 
 def run(body, x=X, n=2, spec=None):
     """What every worker of n along `x` gets from body(its rows)."""
-    found = {}
+    result = {}
 
     def main(x):
-        found[spt.worker_index("x")] = body(x)
+        result[spt.worker_index("x")] = body(x)
 
     spt.map(main, P("x"), None, mesh=spmd.Mesh(x=n))(x)
-    return [found[k] for k in sorted(found)]
+    return [result[k] for k in sorted(result)]
 
 
 # torch.autograd.Function
@@ -147,7 +147,7 @@ def test_gradients_of_functions_are_summed_once(name, closed, n):
     """Of a replicated w and Varying x, in a body, and from outside of it where w is an argument or closed over."""
     f = FUNCTIONS[name]
     w = W.clone().requires_grad_()
-    (wanted,) = torch.autograd.grad(((X * w**3).sin().sum() + (w**2).sum()), w)
+    (expected,) = torch.autograd.grad(((X * w**3).sin().sum() + (w**2).sum()), w)
 
     def inside(x):
         own = nn.Parameter(W.clone())
@@ -156,8 +156,8 @@ def test_gradients_of_functions_are_summed_once(name, closed, n):
         (spt.psum(y.sin().sum(), "x") + (own**2).sum()).backward()
         return own.grad
 
-    for found in run(inside, n=n):
-        torch.testing.assert_close(plain(found), wanted, rtol=1e-12, atol=1e-12)
+    for result in run(inside, n=n):
+        torch.testing.assert_close(plain(result), expected, rtol=1e-12, atol=1e-12)
     if name == "reentrant checkpoint":
         return
     if closed:
@@ -166,8 +166,8 @@ def test_gradients_of_functions_are_summed_once(name, closed, n):
     else:
         body = lambda x, w: spt.psum(f(x, w).sin().sum(), "x") + (w**2).sum()
         y = spt.map(body, (P("x"), P()), P(), mesh=spmd.Mesh(x=n))(X, w)
-    (found,) = torch.autograd.grad(y, w)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    (result,) = torch.autograd.grad(y, w)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -177,7 +177,7 @@ def test_second_derivatives_of_functions(name):
     f = FUNCTIONS[name]
     w = W.clone().requires_grad_()
     (g,) = torch.autograd.grad((X * w**3).sin().sum(), w, create_graph=True)
-    (wanted,) = torch.autograd.grad((g**2).sum(), w)
+    (expected,) = torch.autograd.grad((g**2).sum(), w)
 
     def inside(x):
         own = nn.Parameter(W.clone())
@@ -185,8 +185,8 @@ def test_second_derivatives_of_functions(name):
         (second,) = torch.autograd.grad((g**2).sum(), own)
         return second
 
-    for found in run(inside):
-        torch.testing.assert_close(plain(found), wanted, rtol=1e-12, atol=1e-12)
+    for result in run(inside):
+        torch.testing.assert_close(plain(result), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["Cube", "setup_context", "needs_input_grad", "beyond torch", "custom_op"])
@@ -217,8 +217,8 @@ def test_training_through_a_function_does_not_part():
         steps.zero_grad()
         ((X * w**3) ** 2).mean().backward()
         steps.step()
-    for found in run(body):
-        torch.testing.assert_close(found, w.detach(), rtol=1e-12, atol=1e-12)
+    for result in run(body):
+        torch.testing.assert_close(result, w.detach(), rtol=1e-12, atol=1e-12)
 
 
 # Native writes
@@ -260,7 +260,7 @@ def test_batch_norms_in_evaluation_and_on_invariant_data(name):
     net = make()
     data = torch.randn(4, *shape[1:], generator=torch.Generator().manual_seed(0))
     net(data * 3 + 1)
-    wanted = net.eval()(data)
+    expected = net.eval()(data)
     state = net.state_dict()
 
     def body(x):
@@ -271,26 +271,26 @@ def test_batch_norms_in_evaluation_and_on_invariant_data(name):
         assert state_of_tensor(y).varying == {"x"}
         return plain(y).detach()
 
-    torch.testing.assert_close(torch.cat(run(body, data)), wanted.detach())
+    torch.testing.assert_close(torch.cat(run(body, data)), expected.detach())
 
 
 def test_channels_of_each_worker_have_statistics_of_their_own():
     """Declared buffers may be written to, and the statistics are right."""
     data = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     whole = nn.BatchNorm1d(4)
-    wanted = whole(data)
+    expected = whole(data)
 
     def body():
         k, bn = spt.worker_index("x"), nn.BatchNorm1d(2)
         bn.running_mean, bn.running_var = (spt.varying(b, "x") for b in (bn.running_mean, bn.running_var))
         y = bn(spt.varying(data[:, 2 * k : 2 * k + 2], "x"))
-        found[k] = plain(y).detach(), plain(bn.running_mean), plain(bn.running_var)
+        result[k] = plain(y).detach(), plain(bn.running_mean), plain(bn.running_var)
 
-    found = {}
+    result = {}
     spt.map(body, (), None, mesh=spmd.Mesh(x=2))()
-    torch.testing.assert_close(torch.cat([found[k][0] for k in range(2)], 1), wanted.detach())
-    torch.testing.assert_close(torch.cat([found[k][1] for k in range(2)]), whole.running_mean)
-    torch.testing.assert_close(torch.cat([found[k][2] for k in range(2)]), whole.running_var)
+    torch.testing.assert_close(torch.cat([result[k][0] for k in range(2)], 1), expected.detach())
+    torch.testing.assert_close(torch.cat([result[k][1] for k in range(2)]), whole.running_mean)
+    torch.testing.assert_close(torch.cat([result[k][2] for k in range(2)]), whole.running_var)
 
 
 def out_of(x, b):
@@ -431,9 +431,9 @@ def test_layers_under_autocast(dtype, bias, sequence):
     """The dtype is that of torch's own layer, and gradients that of the parameters."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     grid = spt.Grid
-    wanted = {}
+    expected = {}
     with torch.autocast("cpu", dtype):
-        wanted = nn.Linear(6, 4, bias)(x).dtype
+        expected = nn.Linear(6, 4, bias)(x).dtype
 
     def body():
         layers = [
@@ -451,7 +451,7 @@ def test_layers_under_autocast(dtype, bias, sequence):
         for layer, given in layers:
             with torch.autocast("cpu", dtype):
                 y = layer(given)
-            assert y.dtype == wanted, layer
+            assert y.dtype == expected, layer
             y.float().square().sum().backward()
             assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 

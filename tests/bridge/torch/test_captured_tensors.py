@@ -72,10 +72,10 @@ def test_its_gradient_arrives(name, n):
     x = torch.randn(5, 2)
     tensor.grad = None
     spt.map(f, P("x"), P("x"), mesh=spmd.Mesh(x=n))(x).square().sum().backward()
-    found, tensor.grad = tensor.grad, None
+    result, tensor.grad = tensor.grad, None
     f(x).square().sum().backward()
     # An entry may be small because its terms cancel: then it has their error.
-    assert torch.allclose(found, tensor.grad, atol=1e-6 * float(tensor.grad.abs().max()))
+    assert torch.allclose(result, tensor.grad, atol=1e-6 * float(tensor.grad.abs().max()))
 
 
 @pytest.mark.parametrize("n", [1, 2])

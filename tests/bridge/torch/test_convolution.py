@@ -127,10 +127,10 @@ def check_blocks(module, shape, in_spec, out_spec, axes, *, check=True, known=Fa
 
     with spmd.Mesh(**axes):
         out_specs = (out_spec, in_spec, *parameters.values())
-        found = spt.map(body, in_specs=(in_spec, out_spec), out_specs=out_specs, check=check)(
+        result = spt.map(body, in_specs=(in_spec, out_spec), out_specs=out_specs, check=check)(
             drawn, weights(expected[0].shape)
         )
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -253,13 +253,13 @@ def test_a_compiled_model_runs_the_layers_as_they_are():
     def body(x):
         parts = spt.DistributedConv(first, rows, maps), nn.Tanh(), spt.DistributedPool(pool, maps)
         model = nn.Sequential(*parts, spt.DistributedConv(second, maps, rows))
-        found = []
+        result = []
         for f in (model, torch.compile(model, backend="eager")):
             own = x.clone().requires_grad_()
             y = f(own)
             (y * y).sum().backward()
-            found.append((y.detach(), own.grad))
-        return found
+            result.append((y.detach(), own.grad))
+        return result
 
     mapped = spt.map(body, rows, rows, mesh=spmd.Mesh(**XY), check=False)
     eager, compiled = mapped(torch.randn(2, 2, 9, 8))

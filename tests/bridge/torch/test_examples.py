@@ -23,21 +23,21 @@ TIMES = re.compile(r"[\d.]+ (s per epoch|ms per step)")
 
 def apart(text: str) -> list[float]:
     """How far the losses and the parameters are from those of one worker."""
-    found = re.findall(r"at most ([\d.e+-]+) apart", text)
-    assert len(found) == 2
-    return [float(n) for n in found]
+    result = re.findall(r"at most ([\d.e+-]+) apart", text)
+    assert len(result) == 2
+    return [float(n) for n in result]
 
 
 def losses(text: str) -> list[str]:
     """The lines that tell losses: those of the workers, and as many of one worker, which are the same."""
-    found = [line for line in text.splitlines() if re.match(r"(epoch|step) +\d", line)]
-    half = len(found) // 2
-    assert found[:half] == found[half:] != []
-    return found[:half]
+    result = [line for line in text.splitlines() if re.match(r"(epoch|step) +\d", line)]
+    half = len(result) // 2
+    assert result[:half] == result[half:] != []
+    return result[:half]
 
 
 @functools.cache
-def alone(program, *options: str) -> list[str]:
+def serial(program, *options: str) -> list[str]:
     """What a program prints that runs in one process, without times."""
     ended = run_python(program, *options, timeout=120)
     assert ended.returncode == 0, str(ended)
@@ -63,13 +63,13 @@ SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
 
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_follows_one_worker(name):
-    text = "\n".join(alone(*RUNS[name]))
+    text = "\n".join(serial(*RUNS[name]))
     assert max(apart(text)) < 1e-10
     losses(text)
 
 
 def same_under(python: str, *run) -> None:
-    ours, theirs = together(python, *run), alone(*run)
+    ours, theirs = together(python, *run), serial(*run)
     assert max(apart("\n".join(ours))) < 1e-10
     # The figures of rounding depend on torch's threads, of which a process alone may have more.
     said = lambda lines: [line for line in lines if "apart" not in line]
@@ -85,7 +85,7 @@ def test_each_example_prints_the_same_under_each_launcher(python, run):
 
 def test_a_pair_of_layers_takes_one_sum_forward_and_one_backward():
     """There are two pairs: attention and the perceptron."""
-    assert alone(*RUNS["transformer"])[0] == "a step takes, forward: 2 sums; backward: 2 sums"
+    assert serial(*RUNS["transformer"])[0] == "a step takes, forward: 2 sums; backward: 2 sums"
 
 
 # On other meshes, in this process

@@ -86,9 +86,9 @@ def test_values_and_gradients_are_those_on_arrays(name, n):
     (grad,) = pull(g)
 
     t = torch.from_numpy(x).requires_grad_()
-    found = spt.map(lambda x: body(spt, x), X, out, mesh=mesh)(t)
-    assert np.allclose(found.detach().numpy(), np.asarray(value), rtol=1e-14, atol=0)  # torch adds in another order
-    found.backward(torch.from_numpy(g))
+    result = spt.map(lambda x: body(spt, x), X, out, mesh=mesh)(t)
+    assert np.allclose(result.detach().numpy(), np.asarray(value), rtol=1e-14, atol=0)  # torch adds in another order
+    result.backward(torch.from_numpy(g))
     assert np.allclose(t.grad.numpy(), np.asarray(grad), rtol=1e-14, atol=1e-14)
 
 
@@ -99,9 +99,9 @@ def test_ragged_all_to_all(n):
     ours = mesh.map(lambda x: ragged(spmd, x, np.zeros((n, 3))), in_specs=X, out_specs=X)
     t = torch.from_numpy(x).requires_grad_()
     zeros = torch.zeros(n, 3, dtype=torch.float64)
-    found = spt.map(lambda x: ragged(spt, x, zeros), X, X, mesh=mesh)(t)
-    assert np.array_equal(found.detach().numpy(), np.asarray(ours(x)))
-    found.sum().backward()
+    result = spt.map(lambda x: ragged(spt, x, zeros), X, X, mesh=mesh)(t)
+    assert np.array_equal(result.detach().numpy(), np.asarray(ours(x)))
+    result.sum().backward()
     assert np.array_equal(t.grad.numpy(), np.asarray(spmd.grad(lambda x: ours(x).sum())(x)))
 
 

@@ -78,10 +78,10 @@ def test_lines_of_one_function_may_differ():
         loss.backward()
         return x.grad
 
-    found = spt.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=2))(X)
+    result = spt.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=2))(X)
     # Each worker's blocks reach both workers, and 2 x² has the slope 4 x; of x² with one x held the slope is x.
     top = (X[:2].square() >= X[2:].square()).to(X.dtype)
-    torch.testing.assert_close(found, 8 * X + torch.cat([top, 1 - top]) * X)
+    torch.testing.assert_close(result, 8 * X + torch.cat([top, 1 - top]) * X)
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "pmean", "pmax", "max"])

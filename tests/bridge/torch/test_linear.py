@@ -154,7 +154,7 @@ def test_values_gradients_and_training_are_those_of_nn_linear(axes, sizes, k, ch
     serial = form.serial()
     y = serial(x)
     train(serial, x, lambda y: ((y - t) ** 2).sum(), optimiser, 4)
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
 
     def main():
         w = spmd.mesh.here("a test").index
@@ -167,12 +167,12 @@ def test_values_gradients_and_training_are_those_of_nn_linear(axes, sizes, k, ch
         if check:
             assert first.state.varying == Y.varying
         train(net, block, lambda y: ((y - target) ** 2).sum(), optimiser, 4)
-        found[w] = spt.block(first), leaf.grad, net.state_dict()
+        result[w] = spt.block(first), leaf.grad, net.state_dict()
 
     torch.manual_seed(k)
     spt.map(main, (), None, mesh=mesh, check=check)()
     for w in range(mesh.size):
-        first, gx, state = found[w]
+        first, gx, state = result[w]
         close(first, y.detach()[Y.slices(w)])
         close(gx, x.grad[X.slices(w)])
         assert list(state) == list(serial.state_dict())
@@ -206,7 +206,7 @@ def test_in_integers_adjoints_are_exact(axes, sizes, k, check):
     y = serial(x)
     y.backward(g)
     X, Y = laid(form.x, x.shape, axes), laid(form.y, g.shape, axes)
-    found = {}
+    result = {}
 
     def main():
         w = spmd.mesh.here("a test").index
@@ -218,11 +218,11 @@ def test_in_integers_adjoints_are_exact(axes, sizes, k, check):
         with torch.no_grad():
             for p in net.parameters():
                 p.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-        found[w] = spt.block(out), leaf.grad, net.state_dict()
+        result[w] = spt.block(out), leaf.grad, net.state_dict()
 
     spt.map(main, (), None, mesh=mesh, check=check)()
     for w in range(mesh.size):
-        out, gx, gradients = found[w]
+        out, gx, gradients = result[w]
         assert torch.equal(out, y.detach()[Y.slices(w)])
         assert torch.equal(gx, x.grad[X.slices(w)])
         for name, p in serial.named_parameters():
@@ -237,7 +237,7 @@ def test_a_pair_on_samples_that_are_split_over_another_axis(check, wrapped):
     serial = nn.Sequential(nn.Linear(6, 9, dtype=F64), nn.Tanh(), nn.Linear(9, 3, dtype=F64))
     x, t = torch.randn(7, 6, dtype=F64), torch.randn(7, 3, dtype=F64)
     train(serial, x, lambda y: ((y - t) ** 2).sum(), OPTIMISERS["sgd"], 4)
-    found = {}
+    result = {}
 
     def main():
         net = nn.Sequential(
@@ -249,11 +249,11 @@ def test_a_pair_on_samples_that_are_split_over_another_axis(check, wrapped):
         mine, target = spt.varying(x[rows], "data"), spt.varying(t[rows], "data")
         model = spt.data_parallel(net, "data") if wrapped else net
         train(model, mine, lambda y: ((y - target) ** 2).sum(), OPTIMISERS["sgd"], 4)
-        found[spmd.mesh.here("a test").index] = net.state_dict()
+        result[spmd.mesh.here("a test").index] = net.state_dict()
 
     torch.manual_seed(0)
     spt.map(main, (), None, mesh=mesh, check=check)()
-    for state in found.values():
+    for state in result.values():
         for name, value in serial.state_dict().items():
             close(state[name], value)
 
@@ -267,18 +267,18 @@ def test_any_batch(shape):
     x = torch.randn(shape, dtype=F64)
     y = serial(x).detach()
     X, Y = x_on.layout(shape, mesh.axes), y_on.layout(y.shape, mesh.axes)
-    found = {}
+    result = {}
 
     def main():
         w = spmd.worker_index("x")
         layer = spt.DistributedLinear.from_linear(serial, x_on, y_on, Grid((3, 1), (1, 0, 2)))
         pair = nn.Sequential(spt.ColumnParallelLinear.from_linear(serial, "x"), spt.AllGather("x", -1, to="invariant"))
-        found[w] = spt.block(layer(spt.varying(x[X.slices(w)], "x"))), spt.block(pair(x))
+        result[w] = spt.block(layer(spt.varying(x[X.slices(w)], "x"))), spt.block(pair(x))
 
     spt.map(main, (), None, mesh=mesh)()
     for w in range(3):
-        close(found[w][0], y[Y.slices(w)])
-        close(found[w][1], y)
+        close(result[w][0], y[Y.slices(w)])
+        close(result[w][1], y)
 
 
 # Initial values
@@ -286,15 +286,15 @@ def test_any_batch(shape):
 
 def values(make: Callable[[], nn.Module], mesh: spmd.Mesh, check: bool = True) -> list[torch.Tensor]:
     """The whole parameters of what a body makes; those of all workers are equal."""
-    found = {}
+    result = {}
 
     def main():
-        found[spmd.mesh.here("a test").index] = [*make().state_dict().values()]
+        result[spmd.mesh.here("a test").index] = [*make().state_dict().values()]
 
     spt.map(main, (), None, mesh=mesh, check=check)()
-    for other in found.values():
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    return found[0]
+    for other in result.values():
+        assert all(torch.equal(a, b) for a, b in zip(result[0], other, strict=True))
+    return result[0]
 
 
 @pytest.mark.parametrize("axes", MESHES)
@@ -318,8 +318,8 @@ def test_parameters_begin_as_those_of_nn_linear_on_any_mesh(axes, dtype):
         )
 
     torch.manual_seed(5)
-    found = values(make, spmd.Mesh(**axes))
-    assert all(torch.equal(a, b) for a, b in zip(found, serial.state_dict().values(), strict=True))
+    result = values(make, spmd.Mesh(**axes))
+    assert all(torch.equal(a, b) for a, b in zip(result, serial.state_dict().values(), strict=True))
     # torch's generator goes on from where the workers left off, as after the serial program.
     assert torch.equal(torch.rand(3), after)
 
@@ -343,8 +343,8 @@ def test_numbers_do_not_depend_on_who_comes_first():
         results.append(values(make, mesh))
     torch.manual_seed(1)
     serial = nn.Sequential(nn.Linear(6, 5), nn.Embedding(4, 3), nn.Linear(3, 2), nn.Linear(5, 7))
-    for found in results:
-        assert all(torch.equal(a, b) for a, b in zip(found, serial.state_dict().values(), strict=True))
+    for result in results:
+        assert all(torch.equal(a, b) for a, b in zip(result, serial.state_dict().values(), strict=True))
 
 
 def test_seeds_and_generators():
@@ -378,8 +378,8 @@ def test_seeds_and_generators():
         return layer
 
     by_inside = values(inside, mesh)
-    for found in (by_seed, by_generator, by_inside, values(again, mesh)):
-        assert torch.equal(found[0], expected)
+    for result in (by_seed, by_generator, by_inside, values(again, mesh)):
+        assert torch.equal(result[0], expected)
     torch.set_rng_state(state)
     one = values(lambda: column("x", 4, 5, False), mesh)
     torch.set_rng_state(state)
@@ -467,20 +467,20 @@ def test_a_checkpoint_reloads_on_another_mesh_in_other_forms_and_in_nn_linear():
     }
     given = whole
     for n, make in makers.items():
-        found = {}
+        result = {}
 
-        def main(make=make, given=given, found=found):
+        def main(make=make, given=given, result=result):
             net = make()
             assert str(net.load_state_dict(given)) == "<All keys matched successfully>"
-            found[spmd.worker_index("x")] = net.state_dict(), sum(held(p) for p in net.parameters())
+            result[spmd.worker_index("x")] = net.state_dict(), sum(held(p) for p in net.parameters())
 
         spt.map(main, (), None, mesh=spmd.Mesh(x=n))()
-        saved[n] = found
-        for state, _ in found.values():
+        saved[n] = result
+        for state, _ in result.values():
             assert list(state) == list(whole)
             assert all(torch.equal(a, b) for a, b in zip(state.values(), whole.values(), strict=True))
             assert all(type(a) is torch.Tensor and not a.requires_grad for a in state.values())
-        given = found[n - 1][0]
+        given = result[n - 1][0]
     total = sum(v.numel() for v in whole.values()) - 1
     assert max(size for _, size in saved[4].values()) < 0.5 * total
     Net(nn.Linear(4, 9, dtype=F64), nn.Linear(9, 4, dtype=F64)).load_state_dict(given)
@@ -559,7 +559,7 @@ def test_conversions_between_forms_and_back():
     linear = nn.Linear(6, 5, dtype=F64).eval()
     linear.bias.requires_grad_(False)
     x = torch.randn(3, 6, dtype=F64)
-    found = {}
+    result = {}
 
     def main():
         column = spt.ColumnParallelLinear.from_linear(linear, "x", gather=True)
@@ -571,12 +571,12 @@ def test_conversions_between_forms_and_back():
             assert not m.bias.requires_grad
             assert not m.training
         column.weight.data.zero_()
-        found[spmd.worker_index("x")] = back
+        result[spmd.worker_index("x")] = back
         with pytest.raises(LayoutError, match="argument linear"):
             spt.RowParallelLinear.from_linear(nn.Conv2d(1, 1, 1), "x")
 
     spt.map(main, (), None, mesh=spmd.Mesh(x=3))()
-    for back in found.values():
+    for back in result.values():
         assert type(back) is nn.Linear
         assert torch.equal(back.weight, linear.weight)
         assert torch.equal(back.bias, linear.bias)
@@ -626,7 +626,7 @@ def test_a_module_says_which_of_its_parameters_are_blocks(check):
     torch.manual_seed(2)
     whole = torch.empty(7, dtype=F64).normal_()
     x = torch.arange(7.0, dtype=F64)
-    found = {}
+    result = {}
 
     def main():
         k = spmd.worker_index("x")
@@ -637,12 +637,12 @@ def test_a_module_says_which_of_its_parameters_are_blocks(check):
         (spt.psum(y, "x") if check else y).backward()
         state = net.state_dict()
         net.load_state_dict({k: v + 1 for k, v in state.items()})
-        found[k] = state, net[0].scale.detach().block(), net[0].scale.grad.block(), net[0].gathered("scale")
+        result[k] = state, net[0].scale.detach().block(), net[0].scale.grad.block(), net[0].gathered("scale")
 
     torch.manual_seed(2)
     spt.map(main, (), None, mesh=spmd.Mesh(x=3), check=check)()
     layout = Layout((7,), P("x"), {"x": 3})
-    for k, (state, scale, g, gathered) in found.items():
+    for k, (state, scale, g, gathered) in result.items():
         assert {name: v.shape for name, v in state.items()} == {"0.scale": (7,), "0.offset": (), "0.seen": (2,)}
         assert torch.equal(state["0.scale"], whole)
         assert torch.equal(scale, whole[layout.slices(k)] + 1)
@@ -653,7 +653,7 @@ def test_a_module_says_which_of_its_parameters_are_blocks(check):
 def test_a_typed_body_beside_one_that_is_compiled(monkeypatch):
     """That some thread compiles is a flag of the process; what this one does, it must find out otherwise."""
     x = torch.arange(1.0, 8, dtype=F64)
-    found = {}
+    result = {}
 
     def main():
         k = spmd.worker_index("x")
@@ -662,12 +662,12 @@ def test_a_typed_body_beside_one_that_is_compiled(monkeypatch):
         monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
         loss = to((net(x[net.shard_layout("scale").slices(k)].clone()) ** 2).sum())
         loss.backward()
-        found[k] = loss.item(), net.offset.grad.item()
+        result[k] = loss.item(), net.offset.grad.item()
 
     assert torch.compiler._is_compiling_flag is False  # what this test sets is still there
     spt.map(main, (), None, mesh=spmd.Mesh(x=2))()
     value = (x**2).sum().item()
-    assert found == {0: (value, 2 * x.sum().item()), 1: (value, 2 * x.sum().item())}
+    assert result == {0: (value, 2 * x.sum().item()), 1: (value, 2 * x.sum().item())}
 
 
 def test_errors_of_register_shard():
@@ -703,7 +703,7 @@ def test_the_norm_of_gradients_counts_every_entry_once(axes, p, check):
     serial(x).square().sum().backward()
     total = torch.linalg.vector_norm(torch.cat([q.grad.ravel() for q in serial.parameters()]), p)
     before = torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.5, p)
-    found = {}
+    result = {}
 
     def main():
         net = nn.Sequential(
@@ -718,10 +718,10 @@ def test_the_norm_of_gradients_counts_every_entry_once(axes, p, check):
         with torch.no_grad():
             for q in net.parameters():
                 q.copy_(q.grad)
-        found[spmd.mesh.here("a test").index] = norm, net.state_dict(), spt.clip_grad_norm_(net, 1e6, p)
+        result[spmd.mesh.here("a test").index] = norm, net.state_dict(), spt.clip_grad_norm_(net, 1e6, p)
 
     spt.map(main, (), None, mesh=spmd.Mesh(**axes), check=check)()
-    for norm, gradients, after in found.values():
+    for norm, gradients, after in result.values():
         assert type(norm) is torch.Tensor
         close(norm, total)
         close(norm, before)
@@ -818,8 +818,8 @@ def test_a_layer_between_grids_moves_blocks_to_who_lacks_them(check):
     x_on, y_on, w_on = Grid((2,), (0, 1)), Grid((2,), (0, 2)), Grid((2, 2))
     make = lambda: spt.DistributedLinear(x_on, y_on, w_on, 6, 8)
     # Worker 0 holds block 0 of x, which worker 2 needs too; its products are of block 0 of y, which is its own.
-    found = count(mesh, make, torch.randn(3, 6), x_on, y_on, check)
-    assert found == ({"Repartition": 1, "Accumulate": 1}, {"Repartition": 1, "Accumulate": 1}, 1, 1)
+    result = count(mesh, make, torch.randn(3, 6), x_on, y_on, check)
+    assert result == ({"Repartition": 1, "Accumulate": 1}, {"Repartition": 1, "Accumulate": 1}, 1, 1)
 
 
 def test_parameters_take_no_communication_to_make_or_load():
@@ -846,7 +846,7 @@ def test_compiled_is_eager(form):
     made = next(f for f in forms(axes, (7, 5)) if f.name == form)
     x = torch.randn(3, 4, 7, dtype=F64)
     X = laid(made.x, x.shape, axes)
-    found = {}
+    result = {}
 
     def main():
         k = spmd.worker_index("x")
@@ -857,10 +857,10 @@ def test_compiled_is_eager(form):
             y = f(leaf)
             grads = torch.autograd.grad(y.square().sum(), (leaf, *net.parameters()))
             runs.append((y.detach(), *(g.block() if isinstance(g, spt.PartitionedTensor) else g for g in grads)))
-        found[k] = runs
+        result[k] = runs
 
     spt.map(main, (), None, mesh=spmd.Mesh(**axes), check=False)()
-    for eager, compiled in found.values():
+    for eager, compiled in result.values():
         for a, b in zip(eager, compiled, strict=True):
             close(a, b)
 
@@ -868,17 +868,17 @@ def test_compiled_is_eager(form):
 def test_a_layer_between_grids_breaks_the_graph_and_stays_right():
     torch._dynamo.reset()
     linear, x = nn.Linear(7, 5, dtype=F64), torch.randn(3, 7, dtype=F64)
-    found = {}
+    result = {}
 
     def main():
         k = spmd.worker_index("x")
         layer = spt.DistributedLinear.from_linear(linear, Grid((2,)), Grid((1,)), Grid((1, 2)))
         mine = x[Grid((2,)).layout(x.shape, {"x": 2}).slices(k)]
-        found[k] = torch.compile(layer, backend="aot_eager")(mine).detach()
+        result[k] = torch.compile(layer, backend="aot_eager")(mine).detach()
 
     spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=False)()
-    close(found[0], linear(x).detach())
-    assert found[1].shape == (0, 0)
+    close(result[0], linear(x).detach())
+    assert result[1].shape == (0, 0)
 
 
 def test_what_does_not_fit_is_told():

@@ -78,10 +78,10 @@ def test_trees_keywords_and_what_is_passed_as_it_is(n):
     specs = {"pair": {"a": P("x"), "b": P("x")}, "scale": P(), "names": None, "shift": P()}
     out = {"sum": P(), "blocks": P("x")}
     a, b = normal(7, 2), normal(4, seed=1)
-    found = spt.map(body, specs, out, mesh=mesh)({"a": a, "b": b}, torch.tensor(3.0), names=["one", "two"], shift=2.5)
-    same(found["sum"], (a * 3).sum() + b.sum())
-    assert torch.equal(found["blocks"][0], a + 2.5)
-    assert torch.equal(found["blocks"][1], b)
+    result = spt.map(body, specs, out, mesh=mesh)({"a": a, "b": b}, torch.tensor(3.0), names=["one", "two"], shift=2.5)
+    same(result["sum"], (a * 3).sum() + b.sum())
+    assert torch.equal(result["blocks"][0], a + 2.5)
+    assert torch.equal(result["blocks"][1], b)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -659,7 +659,7 @@ def test_checkpoints_meet_the_states_of_forward(n, reentrant):
     c = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     y = torch.tanh(c * x) * w
     (y - (y * y).sum()).square().sum().backward()
-    found = {}
+    result = {}
 
     def f(x, w):
         bias = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -672,12 +672,12 @@ def test_checkpoints_meet_the_states_of_forward(n, reentrant):
         y = checkpoint(part, x, w * 1, use_reentrant=reentrant)
         assert y.state.varying == {"x"}
         spmd.sum(y * y, "x").backward()
-        found[spmd.worker_index("x")] = bias.grad, w.grad
+        result[spmd.worker_index("x")] = bias.grad, w.grad
 
     spt.map(f, P("x"), None, mesh=Mesh(x=n))(x, w.detach())
-    for bias, _ in found.values():
+    for bias, _ in result.values():
         same(bias, c.grad)
-    same(torch.cat([spt.block(g) for _, g in [found[k] for k in range(n)]]), w.grad)
+    same(torch.cat([spt.block(g) for _, g in [result[k] for k in range(n)]]), w.grad)
 
 
 def test_a_parameter_changed_in_place_is_varied_again():
@@ -738,7 +738,7 @@ def test_functional_transforms_in_bodies_with_states():
 # Memory
 
 
-def alone(case, mesh, rng) -> None:
+def serial(case, mesh, rng) -> None:
     """What workers write to arguments and results, all at once after a collective, reaches nobody else.
 
     A result of Vary, which moves nothing, is a view of its own worker's argument, as torch's views are.
@@ -781,14 +781,14 @@ def alone(case, mesh, rng) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_nobody_else_has_the_memory_of_a_result(kind):
     axes = ({"x": 3}, {"x": 2, "y": 2})[KINDS.index(kind) % 2]
-    each(alone, few(kind, axes, 3), axes)
+    each(serial, few(kind, axes, 3), axes)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_nobody_else_has_the_memory_of_a_result_everywhere(kind):
     for axes in ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}):
-        each(alone, few(kind, axes, 20), axes, 5)
+        each(serial, few(kind, axes, 20), axes, 5)
 
 
 # Processes
@@ -799,9 +799,9 @@ def test_nobody_else_has_the_memory_of_a_result_everywhere(kind):
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_print_what_one_process_does(n):
     program = ROOT / "tests" / "mpi_programs" / "torch_training.py"
-    alone = run_python(program, str(n), timeout=120)
-    assert alone.returncode == 0, alone
+    serial = run_python(program, str(n), timeout=120)
+    assert serial.returncode == 0, serial
     ended = launch(program, str(n), n=n, timeout=120)
     assert ended.returncode == 0, ended
-    assert len(alone.stdout.splitlines()) > 10
-    assert ended.stdout.splitlines() == alone.stdout.splitlines()
+    assert len(serial.stdout.splitlines()) > 10
+    assert ended.stdout.splitlines() == serial.stdout.splitlines()

@@ -109,12 +109,12 @@ def place(mesh: spmd.Mesh, layout: Layout, worker: int) -> tuple[int, int]:
 
 def blocks(mesh: spmd.Mesh, layout: Layout, rng: np.random.Generator) -> dict[int, np.ndarray]:
     """Random integers on every worker, another block each; the same ones where a layout says that copies are."""
-    found: dict[Any, np.ndarray] = {}
+    result: dict[Any, np.ndarray] = {}
     out = {}
     for w in range(mesh.size):
         k, group = place(mesh, layout, w)
         key = group, layout.owners[k]
-        out[w] = found.setdefault(key, rng.integers(-9, 10, layout.block_shape(k)).astype(float))
+        out[w] = result.setdefault(key, rng.integers(-9, 10, layout.block_shape(k)).astype(float))
     return out
 
 
@@ -131,7 +131,7 @@ def moved(mesh: spmd.Mesh, src: Layout, dst: Layout, x: dict[int, np.ndarray]) -
 
 def run(mesh: spmd.Mesh, check: bool, module: nn.Module, src: Layout, dst: Layout, x: dict, g: dict) -> dict:
     """What the module gives each worker, and the gradient of its x for the cotangent g."""
-    found = {}
+    result = {}
 
     def main():
         w = spmd.mesh.here("a test").index
@@ -141,10 +141,10 @@ def run(mesh: spmd.Mesh, check: bool, module: nn.Module, src: Layout, dst: Layou
             assert y.state.varying == dst.varying
         spt.block(y)
         y.backward(torch.tensor(g[w]))
-        found[w] = spt.block(y).numpy(), leaf.grad.numpy()
+        result[w] = spt.block(y).numpy(), leaf.grad.numpy()
 
     spt.map(main, (), None, mesh=mesh, check=check)()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -154,10 +154,10 @@ def test_a_movement_and_its_gradient_are_those_of_the_oracle(axes, shape, k, che
     mesh, rng = mesh_of(axes), np.random.default_rng(k)
     x, g = blocks(mesh, src, rng), blocks(mesh, dst, rng)
     forward, backward = moved(mesh, src, dst, x), moved(mesh, dst, src, g)
-    found = run(mesh, check, module, src, dst, x, g)
+    result = run(mesh, check, module, src, dst, x, g)
     for w in range(mesh.size):
-        np.testing.assert_array_equal(found[w][0], forward[w])
-        np.testing.assert_array_equal(found[w][1], backward[w])
+        np.testing.assert_array_equal(result[w][0], forward[w])
+        np.testing.assert_array_equal(result[w][1], backward[w])
 
 
 def test_blocks_of_other_lengths_than_balanced_ones_are_learnt():
@@ -172,11 +172,11 @@ def test_blocks_of_other_lengths_than_balanced_ones_are_learnt():
         ):
             dst = Layout(shape, P(None, "x"), mesh.axes)
             x, g = blocks(mesh, lies, rng), blocks(mesh, dst, rng)
-            found = run(mesh, True, module, lies, dst, x, g)
+            result = run(mesh, True, module, lies, dst, x, g)
             forward, backward = moved(mesh, lies, dst, x), moved(mesh, dst, lies, g)
             for w in range(3):
-                np.testing.assert_array_equal(found[w][0], forward[w])
-                np.testing.assert_array_equal(found[w][1], backward[w])
+                np.testing.assert_array_equal(result[w][0], forward[w])
+                np.testing.assert_array_equal(result[w][1], backward[w])
 
 
 def test_one_module_serves_tensors_of_other_shapes_and_dimensions_call_after_call():
@@ -225,19 +225,19 @@ def test_an_all_sum_reduce_to_varying_is_its_own_adjoint():
     mesh = spmd.Mesh(x=3)
     x = torch.tensor([1.0, 2.0, 4.0])
     for check in (True, False):
-        found = {}
+        result = {}
 
-        def main(check=check, found=found):
+        def main(check=check, result=result):
             k = spmd.worker_index("x")
             leaf = x[k].clone().requires_grad_()
             y = spt.AllSumReduce("x", to="varying")(spt.varying(leaf, "x"))
             if check:
                 assert y.state.varying == {"x"}
             y.backward(torch.tensor(10.0**k))
-            found[k] = float(spt.block(y)), float(leaf.grad)
+            result[k] = float(spt.block(y)), float(leaf.grad)
 
         spt.map(main, (), None, mesh=mesh, check=check)()
-        assert set(found.values()) == {(7.0, 111.0)}
+        assert set(result.values()) == {(7.0, 111.0)}
 
 
 def test_equal_blocks_are_stacked_and_unstacked():
@@ -359,7 +359,7 @@ def test_compiled_is_eager(module):
     torch._dynamo.reset()  # which counts how often it has compiled nn.Sequential
     mesh = spmd.Mesh(x=2)
     net = nn.Sequential(nn.Tanh(), module)
-    found = {}
+    result = {}
 
     def main():
         w = spmd.worker_index("x")
@@ -370,11 +370,11 @@ def test_compiled_is_eager(module):
             y = f(x)
             (g,) = torch.autograd.grad(y, x, torch.full_like(y, 1.5))
             results.append((y.detach(), g))
-        found[w] = results
+        result[w] = results
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # as docs/torch.md says of older torch
         spt.map(main, (), None, mesh=mesh, check=False)()
-    for (y, g), (cy, cg) in found.values():
+    for (y, g), (cy, cg) in result.values():
         assert torch.equal(y, cy)
         assert torch.equal(g, cg)
 

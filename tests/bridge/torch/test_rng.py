@@ -27,15 +27,15 @@ pytestmark = pytest.mark.host("a body makes its tensors on the host")
 
 def on_workers(main, mesh):
     """Run main on every worker; what each returned, in their order."""
-    found = {}
+    result = {}
 
     def body():
         place = tuple(spt.worker_index(name) for name in mesh.axes)
         time.sleep(0.002 * (hash(place) % 3))  # who comes first is not to matter
-        found[place] = main()
+        result[place] = main()
 
     spt.map(body, (), None, mesh=mesh)()
-    return found
+    return result
 
 
 def bare(x):
@@ -106,19 +106,19 @@ def test_draws_follow_the_state(name):
 
     mesh = spmd.Mesh(a=2, b=2)
     torch.manual_seed(3)
-    found = on_workers(main, mesh)
-    first = found[0, 0]
+    result = on_workers(main, mesh)
+    first = result[0, 0]
     assert first[3] == {"a"}
-    for (a, _), (same, along, _, _) in found.items():
+    for (a, _), (same, along, _, _) in result.items():
         assert torch.equal(same, first[0])
-        assert torch.equal(along, found[a, 0][1])
-    for one, other in itertools.combinations(found, 2):
-        assert not torch.equal(found[one][2], found[other][2])
+        assert torch.equal(along, result[a, 0][1])
+    for one, other in itertools.combinations(result, 2):
+        assert not torch.equal(result[one][2], result[other][2])
         if one[0] != other[0]:
-            assert not torch.equal(found[one][1], found[other][1])
+            assert not torch.equal(result[one][1], result[other][1])
     torch.manual_seed(3)
     again = on_workers(main, mesh)
-    assert all(torch.equal(again[k][i], found[k][i]) for k in found for i in range(3))
+    assert all(torch.equal(again[k][i], result[k][i]) for k in result for i in range(3))
 
 
 @pytest.mark.parametrize("name", FACTORIES)
@@ -127,10 +127,10 @@ def test_what_is_made_in_a_body_is_that_of_a_serial_program(name):
         return [bare(FACTORIES[name]()) for _ in range(2)]
 
     torch.manual_seed(4)
-    wanted, after = twice(), torch.rand(3)
+    expected, after = twice(), torch.rand(3)
     torch.manual_seed(4)
-    for found in on_workers(twice, spmd.Mesh(x=3)).values():
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    for result in on_workers(twice, spmd.Mesh(x=3)).values():
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     assert torch.equal(torch.rand(3), after)  # torch's generator goes on from there
 
 
@@ -140,11 +140,11 @@ def test_a_seed_in_a_body():
         return torch.rand(4), F.dropout(spt.varying(X, "x"))
 
     torch.manual_seed(9)
-    wanted = torch.rand(4)
-    found = on_workers(lambda: bare(main()), spmd.Mesh(x=3))
-    assert all(torch.equal(a, wanted) for a, _ in found.values())
+    expected = torch.rand(4)
+    result = on_workers(lambda: bare(main()), spmd.Mesh(x=3))
+    assert all(torch.equal(a, expected) for a, _ in result.values())
     again = on_workers(lambda: bare(main()), spmd.Mesh(x=3))
-    assert all(torch.equal(found[k][1], again[k][1]) for k in found)
+    assert all(torch.equal(result[k][1], again[k][1]) for k in result)
 
 
 def test_what_does_not_draw_leaves_the_generators_as_they_are():
@@ -193,9 +193,9 @@ def test_checkpoints_draw_the_same_again(reentrant, outside):
         y = spt.map(body, P("x"), P(), mesh=spmd.Mesh(x=2))(x)
         return torch.autograd.grad(y, x)[0] if outside else y
 
-    again, wanted = run(lambda x, w: checkpoint(block, x, w, use_reentrant=reentrant)), run(block)
-    assert wanted.abs().sum() > 0
-    torch.testing.assert_close(again, wanted, rtol=1e-12, atol=1e-12)
+    again, expected = run(lambda x, w: checkpoint(block, x, w, use_reentrant=reentrant)), run(block)
+    assert expected.abs().sum() > 0
+    torch.testing.assert_close(again, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_replicated_biases_do_not_drift():
@@ -211,9 +211,9 @@ def test_replicated_biases_do_not_drift():
             steps.step()
         return [bare(p) for p in net.parameters()]
 
-    found = on_workers(main, spmd.Mesh(x=3))
-    for other in found.values():
-        assert all(torch.equal(a, b) for a, b in zip(other, found[0,], strict=True))
+    result = on_workers(main, spmd.Mesh(x=3))
+    for other in result.values():
+        assert all(torch.equal(a, b) for a, b in zip(other, result[0,], strict=True))
 
 
 # spt.dropout
@@ -231,7 +231,7 @@ def test_dropout_by_place(shape, axes, spec, keyed, check):
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     key = spmd.random.key(5) if keyed else None
     torch.manual_seed(2)
-    wanted = spt.dropout(x, 0.4, key)
+    expected = spt.dropout(x, 0.4, key)
     again = spt.dropout(x, 0.4, key)
     torch.manual_seed(2)
     two = spt.map(
@@ -241,12 +241,12 @@ def test_dropout_by_place(shape, axes, spec, keyed, check):
         mesh=spmd.Mesh(**axes),
         check=check,
     )(x)
-    assert torch.equal(two[0], wanted)
+    assert torch.equal(two[0], expected)
     assert torch.equal(two[1], again)
-    assert keyed or math.prod(shape) < 10 or not torch.equal(wanted, again)
-    torch.testing.assert_close(torch.autograd.grad(two[0].sum(), x), torch.autograd.grad(wanted.sum(), x))
-    kept = wanted != 0
-    torch.testing.assert_close(wanted[kept], x[kept] / 0.6)
+    assert keyed or math.prod(shape) < 10 or not torch.equal(expected, again)
+    torch.testing.assert_close(torch.autograd.grad(two[0].sum(), x), torch.autograd.grad(expected.sum(), x))
+    kept = expected != 0
+    torch.testing.assert_close(expected[kept], x[kept] / 0.6)
 
 
 def test_dropout_drops_as_many_as_it_says():
@@ -316,17 +316,17 @@ PROGRAM = ROOT / "tests" / "torch_programs" / "torch_draws.py"
 
 
 def test_the_same_numbers_in_processes():
-    alone = run_python(PROGRAM, "2")
-    assert alone.returncode == 0, str(alone)
+    serial = run_python(PROGRAM, "2")
+    assert serial.returncode == 0, str(serial)
     ended = launch(PROGRAM, "2", n=2, python=TORCHRUN, timeout=120)
     assert ended.returncode == 0, str(ended)
-    assert sorted(ended.stdout.splitlines()) == sorted(alone.stdout.splitlines())
-    assert len(set(alone.stdout.splitlines())) == 3  # a line of what is Invariant, and one for each worker
+    assert sorted(ended.stdout.splitlines()) == sorted(serial.stdout.splitlines())
+    assert len(set(serial.stdout.splitlines())) == 3  # a line of what is Invariant, and one for each worker
 
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_same_numbers_under_mpiexec():
-    alone, ended = run_python(PROGRAM, "2"), launch(PROGRAM, "2", n=2, timeout=120)
+    serial, ended = run_python(PROGRAM, "2"), launch(PROGRAM, "2", n=2, timeout=120)
     assert ended.returncode == 0, str(ended)
-    assert sorted(ended.stdout.splitlines()) == sorted(alone.stdout.splitlines())
+    assert sorted(ended.stdout.splitlines()) == sorted(serial.stdout.splitlines())

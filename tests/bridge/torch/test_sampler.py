@@ -192,14 +192,14 @@ def test_where_nothing_is_padded_the_minibatches_are_the_same_sets(steps, each, 
 
 def in_bodies(make, scheduler: str, **axes: int) -> dict[int, DistributedSampler]:
     """What `make` gives in a body on each worker of a mesh."""
-    found = {}
+    result = {}
 
     def body():
-        found[spmd.worker_index(tuple(axes))] = make()
+        result[spmd.worker_index(tuple(axes))] = make()
 
     spmd.map(body, (), None, mesh=spmd.Mesh(transport="local", scheduler=scheduler, **axes))()
-    assert len(found) == math.prod(axes.values())
-    return found
+    assert len(result) == math.prod(axes.values())
+    return result
 
 
 @pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
@@ -208,8 +208,8 @@ def test_shares_are_the_blocks_of_minibatches_along_the_axes(names, scheduler):
     # 9 over 2 and then 3 is 2, 2, 1, 2, 1, 1; over 6 it would be 2, 2, 2, 1, 1, 1.
     axes = {"x": 2, "y": 3}
     data = Numbers(50)
-    found = in_bodies(lambda: DistributedSampler(data, batch_size=9, seed=1, axis_name=names), scheduler, **axes)
-    for worker, sampler in found.items():
+    result = in_bodies(lambda: DistributedSampler(data, batch_size=9, seed=1, axis_name=names), scheduler, **axes)
+    for worker, sampler in result.items():
         expected = sequential(50, 9, seed=1)
         assert len(expected[-1]) == 5
         blocks = [np.array(b)[Layout((len(b),), P(names), axes).slices(worker)].tolist() for b in expected]
@@ -222,11 +222,11 @@ def test_shares_are_the_blocks_of_minibatches_along_the_axes(names, scheduler):
 def test_no_sample_is_lost_over_two_axes(n, size, x, y, seed):
     data = Numbers(n)
     make = lambda: DistributedSampler(data, batch_size=size, seed=seed, axis_name=("x", "y"))
-    found = in_bodies(make, "lockstep", x=x, y=y)
-    assert joined([list(found[w].batches) for w in range(x * y)]) == sequential(n, size, seed=seed)
-    alone = has_empty_shares(n, size, x * y, False)  # over several axes sizes differ in place only
-    for sampler in found.values():
-        if alone:
+    result = in_bodies(make, "lockstep", x=x, y=y)
+    assert joined([list(result[w].batches) for w in range(x * y)]) == sequential(n, size, seed=seed)
+    serial = has_empty_shares(n, size, x * y, False)  # over several axes sizes differ in place only
+    for sampler in result.values():
+        if serial:
             with pytest.raises(ValueError, match="empty share"):
                 iter(sampler)
         else:

@@ -28,15 +28,15 @@ def randn(*shape, seed=0, dtype=torch.float64):
 
 def on_workers(n, main, *, mesh=None):
     """Run main on every worker of n along `data`; what each returned, in their order."""
-    found = {}
+    result = {}
     mesh = mesh or spmd.Mesh(data=n)
 
     def body():
         index = tuple(spt.worker_index(name) for name in mesh.axes)
-        found[index] = main()
+        result[index] = main()
 
     spt.map(body, (), None, mesh=mesh)()
-    return [found[k] for k in sorted(found)]
+    return [result[k] for k in sorted(result)]
 
 
 # Gradient modes x sources of data x reductions x layers
@@ -112,7 +112,7 @@ SOURCES = {"loader": loaded, "varying": declared, "argument": lambda x, block: b
 def test_what_is_reduced_is_the_same_in_every_mode(mode, source, layer, how):
     """A reduction over the workers of what a module makes of a worker's rows is that over all rows."""
     x = randn(ROWS, 3)
-    wanted = {name: serial(LAYERS[layer]()(x)).item() for name, (_, serial) in REDUCTIONS.items()}
+    expected = {name: serial(LAYERS[layer]()(x)).item() for name, (_, serial) in REDUCTIONS.items()}
     built = {}
 
     def body(block):
@@ -127,8 +127,8 @@ def test_what_is_reduced_is_the_same_in_every_mode(mode, source, layer, how):
             built[spt.worker_index("data")] = {k: f(y).detach().item() for k, (f, _) in REDUCTIONS.items()}
 
     spt.map(body, P("data"), None, mesh=spmd.Mesh(data=WORKERS))(x)
-    for found in built.values():
-        assert found == pytest.approx(wanted, abs=1e-12)
+    for result in built.values():
+        assert result == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_loss_of_an_evaluation():
@@ -149,8 +149,8 @@ def test_the_loss_of_an_evaluation():
         return values
 
     truth = float(((x @ weights["weight"][:1].T + weights["bias"][:1] - t) ** 2).mean())
-    for found in on_workers(2, main):
-        assert found == pytest.approx(dict.fromkeys(MODES, truth), abs=1e-12)
+    for result in on_workers(2, main):
+        assert result == pytest.approx(dict.fromkeys(MODES, truth), abs=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -171,9 +171,9 @@ def test_every_result_of_data_parallel_varies(mode):
         model = spt.data_parallel(Many(), "data")
         with MODES[mode]():
             out = model(torch.ones(2))
-        found = [out["w"], *out["deep"][0], out["deep"][1][0]]
+        result = [out["w"], *out["deep"][0], out["deep"][1][0]]
         assert out["deep"][1][1:] == ("text", 3)
-        return [state_of_tensor(x).varying for x in found]
+        return [state_of_tensor(x).varying for x in result]
 
     assert on_workers(2, main) == [[{"data"}] * 4] * 2
 
@@ -240,9 +240,9 @@ def test_batches_of_no_samples_of_dataclasses_and_of_several_axes():
         assert all(isinstance(b, Sample) and b.name == "name" for b in batches)
         return [state_of_tensor(b.x).varying for b in batches], sum(len(b.x) for b in batches)
 
-    found = on_workers(4, main, mesh=spmd.Mesh(data=2, more=2, other=1))
-    assert [states for states, _ in found] == [[{"data", "more"}] * 4] * 4
-    assert sum(n for _, n in found) == 11
+    result = on_workers(4, main, mesh=spmd.Mesh(data=2, more=2, other=1))
+    assert [states for states, _ in result] == [[{"data", "more"}] * 4] * 4
+    assert sum(n for _, n in result) == 11
 
 
 def test_outside_of_bodies_and_without_checks_batches_are_plain():

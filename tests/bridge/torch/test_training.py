@@ -68,7 +68,7 @@ def steps(make: Callable[[Iterable], torch.optim.Optimizer], before: Step | None
 
     def train(net: Net, loss: Callable[[], torch.Tensor]) -> list[Any]:
         optimizer = make(net.parameters())
-        found = []
+        result = []
         for _ in range(5):
 
             def closure() -> torch.Tensor:
@@ -78,13 +78,13 @@ def steps(make: Callable[[Iterable], torch.optim.Optimizer], before: Step | None
                 return value
 
             if isinstance(optimizer, torch.optim.LBFGS):
-                found.append(optimizer.step(closure))
+                result.append(optimizer.step(closure))
                 continue
             closure()
             if before is not None:
-                found.append(before(net, loss))
+                result.append(before(net, loss))
             optimizer.step()
-        return found
+        return result
 
     return train
 
@@ -94,15 +94,15 @@ def penalised(penalty: Callable[[Net, torch.Tensor], torch.Tensor]) -> Train:
 
     def train(net: Net, loss: Callable[[], torch.Tensor]) -> list[Any]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        found = []
+        result = []
         for _ in range(5):
             optimizer.zero_grad()
             value = loss()
             total = value + penalty(net, value)
             total.backward()
             optimizer.step()
-            found.append(total)
-        return found
+            result.append(total)
+        return result
 
     return train
 
@@ -269,22 +269,22 @@ def trained(name: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[lis
     begin = copy.deepcopy(serial)
     expected = TRAININGS[name](serial, lambda: F.mse_loss(serial(x), t))
     expected = [*(v.detach() for v in expected if v is not None), *serial.state_dict().values()]
-    found = []
+    result = []
 
     def main(x: torch.Tensor) -> None:
         net = Split(begin)
         results = TRAININGS[name](net, lambda: F.mse_loss(net(x), t))
-        found.append([*(spt.block(v) for v in results if v is not None), *net.state_dict().values()])
+        result.append([*(spt.block(v) for v in results if v is not None), *net.state_dict().values()])
 
     spt.map(main, (ROWS,), None, mesh=spmd.Mesh(**AXES))(x)
-    return expected, found
+    return expected, result
 
 
 def check(name: str, dtype: torch.dtype) -> None:
-    expected, found = trained(name, dtype)
+    expected, result = trained(name, dtype)
     # Muon computes in bfloat16: its first rounding is that of one worker, what is rounded differs in the last bits.
     tolerance = 1e-10 if dtype is torch.float64 else 1e-4
-    for results in found:
+    for results in result:
         assert len(results) == len(expected)
         for got, want in zip(results, expected, strict=True):
             assert type(got) is torch.Tensor
@@ -326,11 +326,11 @@ def test_infinite_gradients_of_one_worker_stop_all():
             p.grad.fill_(float("inf"))
         scaler.step(optimizer)
         scaler.update()
-        found.append((p.item(), scaler.get_scale()))
+        result.append((p.item(), scaler.get_scale()))
 
-    found: list[Any] = []
+    result: list[Any] = []
     spt.map(main, (), None, mesh=spmd.Mesh(a=2), check=False)()
-    assert found == [(1.0, 2.0)] * 2
+    assert result == [(1.0, 2.0)] * 2
 
 
 def test_the_scaler_of_torch_names_ours():

@@ -78,7 +78,7 @@ def _shape_of(args: Any) -> Shape:
     return tuple(torch.broadcast_shapes(*shapes))
 
 
-def _common(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> tuple[PartitionedTensor, Layout]:
+def _common_layout(func: Any, tensors: list[PartitionedTensor], shape: Shape) -> tuple[PartitionedTensor, Layout]:
     """The first tensor, and the layout of an elementwise function of all."""
     lead = tensors[0]
     layout = lead._placement.layout
@@ -128,10 +128,8 @@ _SCALARS = (int, float, bool, complex, type(None))
 
 def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     first = args[0]
-    every = (*args, *kwargs.values()) if kwargs else args
-    lead = (
-        first if type(first) is PartitionedTensor or isinstance(first, PartitionedTensor) else first_partitioned(every)
-    )
+    operands = (*args, *kwargs.values()) if kwargs else args
+    lead = first if isinstance(first, PartitionedTensor) else first_partitioned(operands)
     placement = lead._placement
     blocks: list[Any] = []
     for a in args:
@@ -140,20 +138,20 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         elif type(a) in _SCALARS:
             blocks.append(a)
         else:
-            return _general(func, args, kwargs, every)
+            return _broadcast_pointwise(func, args, kwargs, operands)
     if any(isinstance(v, torch.Tensor) for v in kwargs.values()):
-        return _general(func, args, kwargs, every)
+        return _broadcast_pointwise(func, args, kwargs, operands)
     result = func(*blocks, **kwargs)
     if writes_first(func):
         return first
     return _wrapped(result, lead, placement.layout, lead.shape)
 
 
-def _general(func: Any, args: Any, kwargs: dict[str, Any], every: Any) -> Any:
+def _broadcast_pointwise(func: Any, args: Any, kwargs: dict[str, Any], operands: Any) -> Any:
     """An elementwise function of partitioned and other tensors of several shapes."""
-    shape = _shape_of(every)
-    tensors = list(partitioned_among(every))
-    lead, layout = _common(func, tensors, shape)
+    shape = _shape_of(operands)
+    tensors = list(partitioned_among(operands))
+    lead, layout = _common_layout(func, tensors, shape)
     target = args[0] if writes_first(func) else kwargs.get("out")
     if target is not None:
         refuse_plain_target(func, target, lead)
@@ -189,13 +187,13 @@ def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     n = len(args[0])
     leads: list[tuple[PartitionedTensor, Layout, Shape] | None] = []
     for k in range(n):
-        met = [v[k] for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and len(v) == n]
-        tensors = list(partitioned_among(met))
+        entries = [v[k] for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and len(v) == n]
+        tensors = list(partitioned_among(entries))
         if not tensors:
             leads.append(None)
             continue
-        shape = _shape_of([x for x in met if isinstance(x, torch.Tensor)])
-        leads.append((*_common(func, tensors, shape), shape))
+        shape = _shape_of([x for x in entries if isinstance(x, torch.Tensor)])
+        leads.append((*_common_layout(func, tensors, shape), shape))
     if writes_first(func):
         for x, lead in zip(args[0], leads, strict=True):
             if lead is not None:
@@ -229,12 +227,12 @@ def _copied(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
     refuse_plain_target(func, target, first_partitioned(args))
     if not isinstance(source, PartitionedTensor) or source._placement == target._placement:
-        return _general(func, args, kwargs, (*args, *kwargs.values()))
-    return _general(func, (target, gathered(source), *args[2:]), kwargs, (target, gathered(source)))
+        return _broadcast_pointwise(func, args, kwargs, (*args, *kwargs.values()))
+    return _broadcast_pointwise(func, (target, gathered(source), *args[2:]), kwargs, (target, gathered(source)))
 
 
 @handles("clone _to_copy detach alias lift_fresh contiguous zeros_like ones_like empty_like full_like")
-def _alike(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _like_first(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"} if x._block.ndim not in (4, 5) else kwargs
     strides = x.stride() if func._schema.name in ("aten::detach", "aten::alias") else None
@@ -247,7 +245,7 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Otherwise it is a plain tensor of this worker."""
     x, size, *rest = args
     shape = tuple(size)
-    layout = _one_in_some(x, shape)
+    layout = _reduced_layout(x, shape)
     if layout is not None and func._schema.name != "aten::new_empty_strided":
         return with_block(x, func(x._block, layout.block_shape(x._placement.index), *rest, **kwargs), layout)
     if math.prod(shape) != x.numel() or not x.numel():
@@ -257,15 +255,15 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return with_block(x, func(x._block, x._block.shape, *rest, **kwargs), None, shape)
 
 
-def _one_in_some(x: PartitionedTensor, shape: Shape) -> Layout | None:
+def _reduced_layout(x: PartitionedTensor, shape: Shape) -> Layout | None:
     """The layout of the shape of x with length 1 in some dimensions; None if no axis splits the others."""
     dims = split_dims(x)
     if dims is None or len(shape) != x.ndim or shape == tuple(x.shape):
         return None
     if any(n not in (1, m) for n, m in zip(shape, x.shape, strict=True)):
         return None
-    left = [s if n == m else whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
-    return layout_of_dims(x, left, shape) if any(names for names, _ in left) else None
+    dims = [s if n == m else whole_dim(1) for n, m, s in zip(shape, x.shape, dims, strict=True)]
+    return layout_of_dims(x, dims, shape) if any(names for names, _ in dims) else None
 
 
 @handles("index_put_")

@@ -116,7 +116,7 @@ def _common_state(func: Any, args: Any, kwargs: dict[str, Any]) -> State:
             f"torch.{getattr(func, '__name__', 'a function')}",
             got="a tensor of which each worker has a block, and one that varies over "
             + ", ".join(map(repr, clash or sorted(state.varying))),
-            need="tensors of one state, which are whole or lie alike",
+            need="tensors of one state, which are whole or have one layout",
             mend=MEND,
         )
     return state
@@ -133,23 +133,20 @@ def _results_with_state(result: Any, state: State) -> Any:
     return result
 
 
-def _getter(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_directly(func: Any, args: Any, kwargs: Any) -> Any:
     with _disabled():
         return func(*args, **kwargs)
 
 
-def _leaf(func: Any, args: Any, kwargs: Any) -> Any:
-    with _disabled():
-        result = func(*args, **kwargs)
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    result = _call_directly(func, args, kwargs)
     if isinstance(args[0], PartitionedTensor):
         with_gradient_layout(args[0])
     return result
 
 
 def _detached(func: Any, args: Any, kwargs: Any) -> Any:
-    with _disabled():
-        result = func(*args, **kwargs)
-    return _results_with_state(result, unwrapped(args[0])._state)
+    return _results_with_state(_call_directly(func, args, kwargs), unwrapped(args[0])._state)
 
 
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
@@ -186,7 +183,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
         torch.autograd.graph.increment_version(x)
 
 
-def _no_memory(func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse_data(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "a function")
     x = next(x for x in tensors_in(args, {}) if isinstance(unwrapped(x), PartitionedTensor))
     raise LayoutError.at(
@@ -230,8 +227,8 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     return _call_function(func, args, kwargs)
 
 
-class _Refusing:
-    """The frontend of partitioned tensors: all functions of bodies raise. They take a block or a whole."""
+class _PartitionedFrontend:
+    """The frontend of partitioned tensors: all functions of bodies raise, because they need a block or a whole."""
 
     def __getattr__(self, name: str) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +244,7 @@ class _Refusing:
 
 
 FUNCTIONS |= {
-    getattr(torch.Tensor, name).__get__: _getter
+    getattr(torch.Tensor, name).__get__: _call_directly
     for name in (
         "shape ndim dtype device requires_grad is_leaf grad_fn layout is_sparse is_cpu is_cuda is_meta is_quantized "
         "_version grad output_nr is_nested is_mps is_xla is_mkldnn _backward_hooks names"
@@ -255,29 +252,29 @@ FUNCTIONS |= {
     if hasattr(getattr(torch.Tensor, name, None), "__get__")
 }
 FUNCTIONS |= {
-    getattr(torch.Tensor, name): _getter
+    getattr(torch.Tensor, name): _call_directly
     for name in "size stride dim numel nelement element_size is_floating_point is_complex register_hook "
     "retain_grad has_names ndimension storage_offset register_post_accumulate_grad_hook".split()
     if hasattr(torch.Tensor, name)
 }
-FUNCTIONS |= {torch.is_complex: _getter, torch.is_floating_point: _getter, torch.numel: _getter}
-FUNCTIONS |= {torch.Tensor.requires_grad_: _leaf, torch.Tensor.requires_grad.__set__: _leaf}  # type: ignore[attr-defined]
+FUNCTIONS |= {torch.is_complex: _call_directly, torch.is_floating_point: _call_directly, torch.numel: _call_directly}
+FUNCTIONS |= {torch.Tensor.requires_grad_: _set_requires_grad, torch.Tensor.requires_grad.__set__: _set_requires_grad}  # type: ignore[attr-defined]
 FUNCTIONS |= {torch.Tensor.data.__get__: _detached, torch.Tensor.detach: _detached}  # type: ignore[attr-defined]
 FUNCTIONS |= {torch.Tensor.data.__set__: _set_data}  # type: ignore[attr-defined]
 FUNCTIONS |= dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul)
 FUNCTIONS |= {torch.Tensor.backward: _backward, torch.autograd.grad: _gradients}
 FUNCTIONS |= {
-    getattr(torch.Tensor, name): _no_memory
+    getattr(torch.Tensor, name): _refuse_data
     for name in "numpy tolist __array__ __dlpack__ data_ptr share_memory_ as_subclass".split()
     if hasattr(torch.Tensor, name)
 }
 FUNCTIONS[None] = _call_function
 
 
-register(PartitionedTensor, _Refusing())  # type: ignore[arg-type]
+register(PartitionedTensor, _PartitionedFrontend())  # type: ignore[arg-type]
 
 
-def _keeping(function: Callable) -> Callable:
+def _keeping_class(function: Callable) -> Callable:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         return mark_wrapped(function(x, *args, **kwargs))
 
@@ -285,7 +282,7 @@ def _keeping(function: Callable) -> Callable:
 
 
 for _name in ("_wrap_for_grad", "_unwrap_for_grad"):
-    setattr(eager_transforms, _name, _keeping(getattr(eager_transforms, _name)))
+    setattr(eager_transforms, _name, _keeping_class(getattr(eager_transforms, _name)))
 
 
 # Optimisers of torch take lists where they are faster.

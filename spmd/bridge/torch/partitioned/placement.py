@@ -15,7 +15,7 @@ MEND = "p.block() is this worker's part, and p.whole() is the whole, on every wo
 
 
 class Placement:
-    """The layout of the whole, this worker's number in it, and the worker's context, if there is one."""
+    """The layout of the whole, this worker's number in it, and the worker's context or None."""
 
     __slots__ = ("context", "index", "layout")
 

@@ -29,13 +29,17 @@ from spmd.operators.sums import Sum
 
 
 class _Reduction:
-    """A reduction of a tensor: the dimensions, and the axes of its collective."""
+    """A reduction of a tensor: the dimensions, and the axes of its collective.
+
+    names: the axes. block, reduced: this worker's block and its reduced dimensions. result: the layout of the result;
+    None if the result is whole.
+    """
 
     def __init__(self, func: Any, x: PartitionedTensor, dim: Any, keepdim: bool):
         self.x = x
         layout = x._placement.layout
-        asked = range(x.ndim) if dim is None or dim == [] or dim == () else [dim] if isinstance(dim, int) else dim
-        self.dims = tuple(sorted({d % x.ndim for d in asked}))
+        dims = range(x.ndim) if dim is None or dim == [] or dim == () else [dim] if isinstance(dim, int) else dim
+        self.dims = tuple(sorted({d % x.ndim for d in dims}))
         self.all = len(self.dims) == x.ndim
         self.keepdim = keepdim
         self.count = math.prod(x.shape[d] for d in self.dims)
@@ -56,16 +60,16 @@ class _Reduction:
             split = {n for d in self.dims for n in spec[d][0]}
             self.names = tuple(n for n in layout.axes if n in split)
             self.block, self.reduced = block, self.dims
-            self.result = self._left(spec)
+            self.result = self._result_layout(spec)
 
-    def _left(self, spec: list[tuple[tuple[str, ...], Any]]) -> Layout | None:
+    def _result_layout(self, spec: list[tuple[tuple[str, ...], Any]]) -> Layout | None:
         """The layout of the result; None if no axis splits it."""
         x = self.x
-        left = [whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims]
-        if not any(names for names, _ in left):
+        dims = [whole_dim(1) if d in self.dims else s for d, s in enumerate(spec) if self.keepdim or d not in self.dims]
+        if not any(names for names, _ in dims):
             return None
         shape = [1 if d in self.dims else n for d, n in enumerate(x.shape) if self.keepdim or d not in self.dims]
-        return layout_of_dims(x, left, tuple(shape))
+        return layout_of_dims(x, dims, tuple(shape))
 
     def local(self, f: Callable[[torch.Tensor, Any], torch.Tensor], identity: Any = None) -> torch.Tensor:
         """The reduction of this worker's block, with dimensions kept; the identity for an empty one."""
@@ -80,8 +84,8 @@ class _Reduction:
             return part
         return apply(Sum(self.names), part.contiguous(), context_of(self._worker()))
 
-    def joined(self, part: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Parts of the workers, reduced by a function of their stack."""
+    def reduce_stack(self, part: torch.Tensor, f: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The parts of the workers, reduced by a function of their stack."""
         if not self.names or part.device.type == "meta" or self._alone():
             return part
         stack = apply(AllGather(self.names, 0, False), part.contiguous(), context_of(self._worker()))
@@ -95,7 +99,7 @@ class _Reduction:
         refuse_compiled(self.block)
         return worker_of(self.x._placement, "a reduction of a partitioned tensor")
 
-    def given(self, value: torch.Tensor) -> Any:
+    def shaped(self, value: torch.Tensor) -> Any:
         """The result in the shape that torch gives it, whole or partitioned."""
         if self.x._placement.layout.spec is None or not self.result and self.all and not self.keepdim:
             return value.reshape([1] * self.x.ndim if self.keepdim else [])
@@ -104,18 +108,28 @@ class _Reduction:
         return value if self.result is None else with_block(self.x, value, self.result)
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which sums of a dtype are accumulated."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Reduction]:
+    """The arguments of an operator by name, and its reduction."""
+    a = arguments_by_name(func, args, kwargs)
+    return a, _Reduction(func, a["self"], a.get("dim"), a.get("keepdim", False))
+
+
+def _sum_dtype(x: PartitionedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a sum or product of x."""
+    return dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+
+
 @handles("sum sum.dim_IntList nansum mean mean.dim")
 def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
+    a, r = _reduction(func, args, kwargs)
     x = a["self"]
-    r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     name = func._schema.name
-    dtype = a.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
+    dtype = _sum_dtype(x, a.get("dtype"))
     if (
         name == "aten::mean"
         and not (dtype.is_floating_point or dtype.is_complex)
@@ -123,44 +137,40 @@ def _sum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ):
         return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # raises the error of torch
     take = torch.nansum if name == "aten::nansum" else torch.sum
-    part = take(r.block, r.reduced, keepdim=True, dtype=_accumulated(dtype))
+    part = take(r.block, r.reduced, keepdim=True, dtype=_accumulation_dtype(dtype))
     total = r.sum(part)
     if name == "aten::mean":
         total = total / r.count
-    return r.given(total.to(dtype))
+    return r.shaped(total.to(dtype))
 
 
 @handles("count_nonzero count_nonzero.dim_IntList")
-def _counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
-    r = _Reduction(func, a["self"], a.get("dim"), False)
-    return r.given(r.sum((r.block != 0).sum(r.reduced, keepdim=True)))
+def _count_nonzero(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    _, r = _reduction(func, args, kwargs)
+    return r.shaped(r.sum((r.block != 0).sum(r.reduced, keepdim=True)))
 
 
 @handles("prod prod.dim_int")
 def _product(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
+    a, r = _reduction(func, args, kwargs)
     x = a["self"]
-    r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
-    dtype = a.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    part = r.block.to(_accumulated(dtype))
+    dtype = _sum_dtype(x, a.get("dtype"))
+    part = r.block.to(_accumulation_dtype(dtype))
     for d in r.reduced:
         part = part.prod(d, keepdim=True)
-    return r.given(r.joined(part, lambda s: s.prod(0)).to(dtype))
+    return r.shaped(r.reduce_stack(part, lambda s: s.prod(0)).to(dtype))
 
 
 @handles("any any.dim any.dims all all.dim all.dims")
 def _any(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
-    r = _Reduction(func, a["self"], a.get("dim"), a.get("keepdim", False))
-    wanted = r.block != 0
-    some = func._schema.name == "aten::any"
-    count = (wanted if some else ~wanted).sum(r.reduced, keepdim=True)
+    _, r = _reduction(func, args, kwargs)
+    is_any = func._schema.name == "aten::any"
+    count = (r.block != 0 if is_any else r.block == 0).sum(r.reduced, keepdim=True)
     total = r.sum(count)
-    return r.given(total > 0 if some else total == 0)
+    return r.shaped(total > 0 if is_any else total == 0)
 
 
-def _extreme(dtype: torch.dtype, largest: bool) -> Any:
+def _identity(dtype: torch.dtype, largest: bool) -> Any:
     """The identity of a maximum (largest) or a minimum."""
     if dtype is torch.bool:
         return not largest
@@ -172,33 +182,32 @@ def _extreme(dtype: torch.dtype, largest: bool) -> Any:
 
 @handles("amax amin max min")
 def _extremum(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
+    a, r = _reduction(func, args, kwargs)
     x = a["self"]
-    r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     largest = func._schema.name in ("aten::amax", "aten::max")
     if not r.count:
         return func(torch.empty(tuple(x.shape), dtype=x.dtype), *args[1:], **kwargs)  # raises the error of torch
     take = torch.amax if largest else torch.amin
-    part = r.local(lambda b, dims: take(b, dims, keepdim=True), _extreme(x.dtype, largest))
-    return r.given(r.joined(part, lambda s: take(s, 0)))
+    part = r.local(lambda b, dims: take(b, dims, keepdim=True), _identity(x.dtype, largest))
+    return r.shaped(r.reduce_stack(part, lambda s: take(s, 0)))
 
 
 @handles("aminmax")
-def _both(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _aminmax(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     a = arguments_by_name(func, args, kwargs)
-    given = {"dim": [] if a["dim"] is None else [a["dim"]], "keepdim": a["keepdim"]}
-    return tuple(f(a["self"], **given) for f in (torch.ops.aten.amin.default, torch.ops.aten.amax.default))
+    options = {"dim": [] if a["dim"] is None else [a["dim"]], "keepdim": a["keepdim"]}
+    return tuple(f(a["self"], **options) for f in (torch.ops.aten.amin.default, torch.ops.aten.amax.default))
 
 
 @handles("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype norm")
 def _norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
+    a, r = _reduction(func, args, kwargs)
     order = a.get("ord", a.get("p"))
     order = 2.0 if order is None else float(order)
-    r = _Reduction(func, a["self"], a.get("dim"), a.get("keepdim", False))
-    power, root = _norms(order)
-    joined = r.sum(_powers(r, order)) if power else r.joined(_powers(r, order), _largest(order))
-    return r.given(root(joined).to(_norm_dtype(a["self"], a.get("dtype"))))
+    adds_parts, root = _norm_rule(order)
+    part = _norm_part(r, order)
+    total = r.sum(part) if adds_parts else r.reduce_stack(part, _extremum_of_stack(order))
+    return r.shaped(root(total).to(_norm_dtype(a["self"], a.get("dtype"))))
 
 
 def _norm_dtype(x: PartitionedTensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -206,7 +215,7 @@ def _norm_dtype(x: PartitionedTensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _powers(r: _Reduction, order: float) -> torch.Tensor:
+def _norm_part(r: _Reduction, order: float) -> torch.Tensor:
     """The part of this worker: a power of the norm of its block, to be added, or its extremum."""
     wide = torch.complex128 if r.block.is_complex() else torch.float64
     identity = math.inf if order == -math.inf else 0.0
@@ -214,7 +223,7 @@ def _powers(r: _Reduction, order: float) -> torch.Tensor:
     return norm**order if order not in (0.0, math.inf, -math.inf) else norm
 
 
-def _norms(order: float) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
+def _norm_rule(order: float) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
     """Whether parts are added, and the function of the sum that is the norm."""
     if order in (math.inf, -math.inf):
         return False, lambda t: t
@@ -223,43 +232,42 @@ def _norms(order: float) -> tuple[bool, Callable[[torch.Tensor], torch.Tensor]]:
     return True, lambda t: t ** (1 / order)
 
 
-def _largest(order: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def _extremum_of_stack(order: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda s: s.amax(0) if order > 0 else s.amin(0)
 
 
 @handles("_foreach_norm")
-def _list_of_norms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _foreach_norm(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The norms of several tensors. Those over the same axes share a collective."""
     a = arguments_by_name(func, args, kwargs)
     order, tensors = float(a["ord"]), a["self"]
-    power, root = _norms(order)
+    adds_parts, root = _norm_rule(order)
     results: list[Any] = [None] * len(tensors)
-    together: dict[tuple[str, ...], list[tuple[int, _Reduction, torch.Tensor]]] = {}
-    for k, x in enumerate(tensors):
+    by_axes: dict[tuple[str, ...], list[tuple[int, _Reduction, torch.Tensor]]] = {}
+    for index, x in enumerate(tensors):
         if not isinstance(x, PartitionedTensor):
-            results[k] = torch.linalg.vector_norm(x, order, dtype=a["dtype"])
+            results[index] = torch.linalg.vector_norm(x, order, dtype=a["dtype"])
             continue
         r = _Reduction(func, x, None, False)
-        together.setdefault(r.names, []).append((k, r, _powers(r, order).reshape(())))
-    for parts in together.values():
+        by_axes.setdefault(r.names, []).append((index, r, _norm_part(r, order).reshape(())))
+    for parts in by_axes.values():
         r = parts[0][1]
         stack = torch.stack([part for _, _, part in parts])
-        whole = r.sum(stack) if power else r.joined(stack, _largest(order))
-        for (k, _, _), value in zip(parts, root(whole).unbind(), strict=True):
-            results[k] = value.to(_norm_dtype(tensors[k], a["dtype"]))
+        totals = r.sum(stack) if adds_parts else r.reduce_stack(stack, _extremum_of_stack(order))
+        for (index, _, _), value in zip(parts, root(totals).unbind(), strict=True):
+            results[index] = value.to(_norm_dtype(tensors[index], a["dtype"]))
     return results
 
 
 @handles("_foreach_max")
-def _list_of_largest(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _foreach_max(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return [torch.ops.aten.max.default(x) for x in args[0]]
 
 
 @handles("var.correction std.correction var_mean.correction std_mean.correction")
 def _variance(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    a = arguments_by_name(func, args, kwargs)
+    a, r = _reduction(func, args, kwargs)
     x, correction = a["self"], 1 if a.get("correction") is None else a["correction"]
-    r = _Reduction(func, x, a.get("dim"), a.get("keepdim", False))
     wide = torch.complex128 if x.dtype.is_complex else torch.float64
     block = r.block.to(wide)
     mean = r.sum(block.sum(r.reduced, keepdim=True)) / r.count
@@ -268,7 +276,7 @@ def _variance(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     value = squares / free if free else squares * math.nan if r.count <= correction else squares
     name = func._schema.name
     value = (value.sqrt() if "std" in name else value).to(_norm_dtype(x, None))
-    return (r.given(value), r.given(mean.to(x.dtype))) if "mean" in name else r.given(value)
+    return (r.shaped(value), r.shaped(mean.to(x.dtype))) if "mean" in name else r.shaped(value)
 
 
 @handles("equal")

@@ -1,8 +1,8 @@
-"""Tensors of which each worker holds a block: `PartitionedTensor`, and `Parameter`, a leaf of it.
+"""Tensors of which each worker holds a block: `PartitionedTensor`, and its leaf `Parameter`.
 
-To torch it is a tensor of the shape of the whole without memory, so no kernel can take the block for the whole. The
-handlers of `registry` say what an operator of torch does with it: it keeps the layout, gives the value of the whole, or
-raises. `__torch_function__` handles states, as that of `Tensor` does.
+For torch such a tensor has the shape of the whole and no memory, so no kernel can mistake the block for the whole. The
+handlers of `registry` apply torch's operators to it: the result has its layout, or is the value of the whole, or the
+handler raises. `__torch_function__` handles states, as that of `Tensor` does.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class PartitionedTensor(torch.Tensor):
             return memo[id(self)]
         with _disabled():
             if not self.is_leaf:
-                return torch.Tensor.__deepcopy__(self, memo)  # which says what is wrong
+                return torch.Tensor.__deepcopy__(self, memo)  # raises torch's error
             copied = _new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
             memo[id(self)] = copied
             if self.grad is not None:
@@ -159,7 +159,7 @@ class PartitionedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with no_overrides():  # what functions of torch draw has been seen to above
+        with no_overrides():  # modes for random numbers apply to functions, not to operators
             return run(func, args, kwargs or {})
 
 
@@ -173,7 +173,7 @@ class _ParameterMeta(type(torch.Tensor)):
 
 
 class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
-    """A parameter of which each worker holds a block, and which knows it.
+    """A parameter of which each worker holds a block.
 
         class Scale(nn.Module):
             def __init__(self, features):
@@ -183,8 +183,8 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
             def forward(self, x):
                 return x * self.scale.block()
 
-    whole: the tensor of which the block is cut, the same on all workers. spec: a spec or a Grid, for balanced blocks,
-    or a Layout of the whole. To be made in a body; nothing is communicated.
+    whole: the tensor from which the block is taken, the same on all workers. spec: a spec or a Grid, for balanced
+    blocks, or a Layout of the whole. Construct it in a body. Nothing is communicated.
 
     It is an `nn.Parameter` of the shape of the whole. Its gradient has its layout. Elementwise functions keep the
     layout, so optimisers work on blocks. Functions that reduce a split dimension (norms, sums), or contract it outside
@@ -219,8 +219,8 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
         """The parameter of which this worker holds this block, on its memory.
 
-        spec: a Layout of the whole. Or a spec or a Grid: the workers then learn each other's shapes, which is
-        collective and sends no bytes; blocks may be uneven.
+        spec: a Layout of the whole. Or a spec or a Grid: the workers then exchange their shapes, which is collective
+        and sends no bytes; blocks may be uneven.
         Raises LayoutError where blocks and layout do not fit.
         """
         parameter = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
@@ -257,14 +257,14 @@ def mark_wrapped(x: Any) -> Any:
 
 
 def _new_leaf(
-    cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, as_: Any = None
+    cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, like: Any = None
 ) -> Any:
-    """A leaf. as_: a tensor of its shape and strides."""
-    shape = () if as_ is None else (tuple(as_.shape), as_.stride())
+    """A leaf. like: a tensor of its shape and strides."""
+    shape = () if like is None else (tuple(like.shape), like.stride())
     with _disabled():
         x = PartitionedTensor.__new__(cls, block, placement, *shape)
         x._state = state
-        if as_ is not None and getattr(as_, "_is_param", False):
+        if getattr(like, "_is_param", False):
             x._is_param = True
         x.requires_grad_(requires_grad)
     return with_gradient_layout(x)

@@ -10,6 +10,7 @@ import torch
 
 from spmd.bridge.torch.partitioned.arguments import (
     Shape,
+    arguments_by_name,
     layout_of_dims,
     refuse,
     split_dims,
@@ -46,32 +47,32 @@ def _probe(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _regrouped(x: PartitionedTensor, dims: Any, shape: Shape) -> tuple[Shape, Layout] | None:
-    """The shape of the block and the layout of a view, if the axes that split x split dimensions of it; else None.
+    """The shape of the block and the layout of a view, if the axes that split x can split the view; else None.
 
     A split dimension may be merged with whole ones after it, or divided into itself and whole ones. The blocks of the
     new dimension are longer or shorter by the same factor.
     """
-    sized = lambda n: n or 1_000_003  # an empty dimension counts as well
+    sized = lambda n: n or 1_000_003  # tells apart the places before and after an empty dimension
     before = lambda lengths, d: math.prod(map(sized, lengths[:d]))
     old = tuple(x.shape)
     out = [whole_dim(n) for n in shape]
-    least = 0
+    start = 0
     for d, (names, cut) in enumerate(dims):
         if not names:
             continue
-        places = (j for j in range(least, len(shape)) if before(shape, j) == before(old, d))
-        j = next((j for j in places if _rescaled(cut, old[d], shape[j])), None)
+        candidates = (j for j in range(start, len(shape)) if before(shape, j) == before(old, d))
+        j = next((j for j in candidates if _rescaled(cut, old[d], shape[j])), None)
         if j is None:
             return None
         out[j] = names, _rescaled(cut, old[d], shape[j])
-        least = j + 1
+        start = j + 1
     layout = layout_of_dims(x, out, shape)
     local = layout.block_shape(x._placement.index)
     return (local, layout) if math.prod(local) == x._block.numel() else None
 
 
 def _rescaled(cut: Sequence[int], old: int, new: int) -> tuple[int, ...] | None:
-    """The sizes of the blocks of a dimension of another length, in proportion; None if they are no integers."""
+    """The sizes of the blocks of a dimension of another length, in proportion; None if they are not integers."""
     if old == new:
         return tuple(cut)
     if not old or not new or any(n * new % old for n in cut):
@@ -85,8 +86,7 @@ def _permuted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dims = split_dims_or_refuse(func, args, kwargs)
     probe = _probe(func, args, kwargs)
     order = func(torch.empty(tuple(range(2, 2 + x.ndim)), device="meta"), *args[1:], **kwargs).shape
-    arranged = [dims[n - 2] for n in order]
-    layout = layout_of_dims(x, arranged, tuple(probe.shape))
+    layout = layout_of_dims(x, [dims[n - 2] for n in order], tuple(probe.shape))
     return with_block(x, func(x._block, *args[1:], **kwargs), layout, probe.shape, probe.stride())
 
 
@@ -104,16 +104,15 @@ def _unsqueezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _squeezed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     x = args[0]
     dims = split_dims_or_refuse(func, args, kwargs)
-    asked = range(x.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
-    gone = {d % x.ndim for d in asked if x.shape[d] == 1}
-    if any(dims[d][0] for d in gone):
+    squeezable = range(x.ndim) if len(args) == 1 else [args[1]] if isinstance(args[1], int) else args[1]
+    removed = {d % x.ndim for d in squeezable if x.shape[d] == 1}
+    if any(dims[d][0] for d in removed):
         refuse(func, args, kwargs)
-    keep = [d for d in range(x.ndim) if d not in gone]
-    shape = tuple(x.shape[d] for d in keep)
-    block = x._block.squeeze(tuple(gone)) if gone else x._block.detach()
-    return with_block(
-        x, block, layout_of_dims(x, [dims[d] for d in keep], shape), shape, _probe(func, args, kwargs).stride()
-    )
+    remaining = [d for d in range(x.ndim) if d not in removed]
+    shape = tuple(x.shape[d] for d in remaining)
+    block = x._block.squeeze(tuple(removed)) if removed else x._block.detach()
+    layout = layout_of_dims(x, [dims[d] for d in remaining], shape)
+    return with_block(x, block, layout, shape, _probe(func, args, kwargs).stride())
 
 
 @handles("expand")
@@ -144,30 +143,28 @@ def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 )
 def _one_dimension(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Functions along one dimension, which no axis may split."""
-    names = [a.name for a in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    chosen: Any = given.get("dim", given.get("dims", defaults.get("dim")))
+    by_name = arguments_by_name(func, args, kwargs)
+    dim: Any = by_name.get("dim", by_name.get("dims"))
     x = args[0]
     others = [a for a in args[1:] if isinstance(a, torch.Tensor)]
     dims = split_dims_or_refuse(func, args, kwargs)
-    if chosen is None or others or not isinstance(x, PartitionedTensor):
+    if dim is None or others or not isinstance(x, PartitionedTensor):
         refuse(func, args, kwargs)
     ndim = x.ndim
-    wanted = {d % ndim for d in ([chosen] if isinstance(chosen, int) else chosen)}
+    own_dims = {d % ndim for d in ([dim] if isinstance(dim, int) else dim)}
     if func._schema.name == "aten::slice":
-        bounds = slice(given.get("start"), given.get("end"), given.get("step"))
-        if bounds.indices(x.shape[chosen]) == (0, x.shape[chosen], 1):
+        bounds = slice(by_name["start"], by_name["end"], by_name["step"])
+        if bounds.indices(x.shape[dim]) == (0, x.shape[dim], 1):
             return with_block(x, x._block.detach(), None, x.shape, x.stride())
-    if any(dims[d][0] for d in wanted) or "backward" in func._schema.name:
+    if any(dims[d][0] for d in own_dims) or "backward" in func._schema.name:
         refuse(func, args, kwargs)
     result = func(x._block, *args[1:], **kwargs)
     probe = _probe(func, args, kwargs)
 
     def wrap(block: torch.Tensor, whole: torch.Tensor) -> Any:
         shape = tuple(whole.shape)
-        kept = dims if len(shape) == ndim else [d for k, d in enumerate(dims) if k not in wanted]
-        out = [d if d[0] else whole_dim(n) for d, n in zip(kept, shape, strict=True)]
+        remaining = dims if len(shape) == ndim else [split for d, split in enumerate(dims) if d not in own_dims]
+        out = [split if split[0] else whole_dim(n) for split, n in zip(remaining, shape, strict=True)]
         return with_block(x, block, layout_of_dims(x, out, shape), shape, whole.stride())
 
     if isinstance(result, torch.Tensor):

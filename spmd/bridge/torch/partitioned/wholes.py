@@ -22,7 +22,7 @@ from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, gathered
     "linalg_matrix_exp linalg_lstsq linalg_pinv.atol_rtol_tensor linalg_householder_product trace tril triu",
 )
 def _contraction(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Functions that contract dimensions. Raises under autograd beside plain tensors: forward means the block."""
+    """Functions that contract dimensions. Raises under autograd with plain tensors: forward needs the block."""
     plain = [a for a in args if isinstance(a, torch.Tensor) and not isinstance(a, PartitionedTensor)]
     if torch.is_grad_enabled() and plain:
         refuse(func, args, kwargs)
@@ -34,13 +34,13 @@ def _on_wholes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if writes_first(func) or kwargs.get("out") is not None:
         refuse(func, args, kwargs)
     refuse_compiled(first_partitioned(args)._block)
-    kept: dict[int, torch.Tensor] = {}
+    wholes: dict[int, torch.Tensor] = {}
 
     def whole(x: Any) -> Any:
         if isinstance(x, PartitionedTensor):
-            if id(x) not in kept:
-                kept[id(x)] = gathered(x)
-            return kept[id(x)]
+            if id(x) not in wholes:
+                wholes[id(x)] = gathered(x)
+            return wholes[id(x)]
         return type(x)(map(whole, x)) if isinstance(x, list | tuple) else x
 
     return func(*map(whole, args), **{k: whole(v) for k, v in kwargs.items()})
