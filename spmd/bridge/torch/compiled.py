@@ -157,18 +157,18 @@ def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, .
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
     axes = tuple(worker.mesh.axes.items())
-    place = worker.index if _placed(token) else None
+    index = worker.index if _differs_by_worker(token) else None
     open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
-    tries = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
-    found = [_planned(token, t, axes, place) for t in (tries if open_dims else tries[:1])]
-    if None in found:
+    samples = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
+    planned = [_planned(token, sample, axes, index) for sample in (samples if open_dims else samples[:1])]
+    if None in planned:
         return (None,) * _ndim(token, shape, open_dims, axes, worker)
 
-    def one(*lengths: int | None) -> Any:
-        same = [shape[d] for d in open_dims if lengths == (tries[0][d], tries[1][d])]
+    def length(*lengths: int | None) -> Any:
+        same = [shape[d] for d in open_dims if lengths == (samples[0][d], samples[1][d])]
         return lengths[0] if len(set(lengths)) == 1 else same[0] if same else None
 
-    return tuple(one(*lengths) for lengths in zip(*found, strict=True))  # type: ignore[arg-type]
+    return tuple(length(*lengths) for lengths in zip(*planned, strict=True))  # type: ignore[arg-type]
 
 
 def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
@@ -176,23 +176,23 @@ def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple,
     if getattr(_tokens[token][0], "learns", False):
         return len(shape)  # workers hold blocks of other shapes than this one's
     concrete = tuple(0 if d in open_dims else int(n) for d, n in enumerate(shape))
-    ndim = None if open_dims else _seen.get((token, concrete, axes, worker.index))
+    ndim = None if open_dims else _ndims_seen.get((token, concrete, axes, worker.index))
     if ndim is not None:
         return ndim
     raise MeshError.at(
         f"a compiled call of {token.split('(')[0]}",
-        got=f"a block of shape {list(concrete)}, of which nothing but the other workers' blocks tells what comes of it",
-        need="a shape of the result that has been met before",
+        got=f"a block of shape {list(concrete)}, where the other workers' blocks decide the shape of the result",
+        need="a result whose shape is known from an earlier call",
         mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
     )
 
 
-_seen: dict[tuple, int] = {}
+_ndims_seen: dict[tuple, int] = {}
 """How many dimensions the result had, by token, block shape and worker, for what plans do not tell."""
 
 
-def _placed(token: str) -> bool:
-    """Whether what comes of equal blocks is of other dimensions on one worker than on another: a graph for each."""
+def _differs_by_worker(token: str) -> bool:
+    """Whether equal blocks may give results of other shapes on one worker than on another: then each has a graph."""
     op = _tokens[token][0]
     if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
         return True
@@ -305,14 +305,14 @@ def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
-    if _constant_placed(token):
+    if _constant_differs_by_worker(token):
         assert COMPILE_GUARD.name  # read, so that it is guarded
     return torch.ops.spmd.apply(x, token)[0]
 
 
 @torch.compiler.assume_constant_result
-def _constant_placed(token: str) -> bool:
-    return _placed(token)
+def _constant_differs_by_worker(token: str) -> bool:
+    return _differs_by_worker(token)
 
 
 @torch.compiler.assume_constant_result
@@ -352,9 +352,9 @@ def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None =
 
     layouts: of its argument and its result, where they are known.
     """
-    found: Any = functools.partial(function)
-    found.learns, found.layouts = True, layouts
-    _tokens[text] = (found, (), {})
+    wrapped: Any = functools.partial(function)
+    wrapped.learns, wrapped.layouts = True, layouts
+    _tokens[text] = (wrapped, (), {})
     return text
 
 
@@ -493,7 +493,7 @@ class OperatorFunction:
         y = self.op(x)
         worker = WORKER.get()
         if worker is not None and isinstance(y, torch.Tensor) and not worker.tracked:
-            _seen[self.token, tuple(x.shape), tuple(worker.mesh.axes.items()), worker.index] = y.ndim
+            _ndims_seen[self.token, tuple(x.shape), tuple(worker.mesh.axes.items()), worker.index] = y.ndim
         return y
 
     @property
