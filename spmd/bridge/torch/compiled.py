@@ -11,35 +11,29 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 import spmd
-from spmd import frontends
+from spmd.bridge.torch.compiled_shapes import differs_by_worker, ndims_seen, result_lengths, tokens
 from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
 from spmd.errors import MeshError, StateError
 from spmd.layout import Layout, P
-from spmd.mesh import WORKER, Mesh, Worker, here
+from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Collective, Operator, named
+from spmd.operators.base import Operator, named
 from spmd.operators.reduce import Extremum
 from spmd.operators.sums import Sum
-from spmd.replicas.records import Replicas
-from spmd.state import ROOTED
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import Group
-from spmd.transport.handles import Done, Handle
 
 __all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
 
 # References in a graph: tokens for functions, tickets for bound operators.
 
-_tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 _contexts: WeakValueDictionary[int, WorkerContext] = WeakValueDictionary()
 _PLACES = 1 << 24
 
@@ -50,7 +44,7 @@ def _token(name: str, args: tuple, kwargs: dict[str, Any], part_of: str = "", ba
     call it by that name."""
     text = f"{name}{args!r}{kwargs!r}" + f" of {part_of}" * bool(part_of)
     function = functools.partial(_summed, part_of, back) if part_of else getattr(spmd, name)
-    _tokens.setdefault(text, (function, args, kwargs))
+    tokens.setdefault(text, (function, args, kwargs))
     return text
 
 
@@ -83,7 +77,7 @@ def _own(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("spmd::apply", mutates_args=(), schema="(Tensor x, str token) -> (Tensor, Tensor)")
 def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
-    function, args, kwargs = _tokens[token]
+    function, args, kwargs = tokens[token]
     with torch.no_grad(), recorded_calls() as calls:
         y = function(x, *args, **kwargs)
     op = calls[0].op if len(calls) == 1 else None
@@ -100,7 +94,7 @@ def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_apply.register_fake
 def _(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = _lengths(token, tuple(x.shape), here("torch.compile"))
+    lengths = result_lengths(token, tuple(x.shape), here("torch.compile"))
     context = torch.library.get_ctx()
     shape = [context.new_dynamic_size() if n is None else n for n in lengths]
     return x.new_empty(shape), torch.empty(1, dtype=torch.int64)
@@ -146,138 +140,6 @@ torch.library.register_autograd("spmd::apply", _back, setup_context=_keep)
 torch.library.register_autograd("spmd::move", _back_of_move, setup_context=_keep_move)
 
 
-# Shapes, before anything has moved
-
-
-def _lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
-    """The shape of the result on this worker; None for a length that the blocks of the others decide.
-
-    A length that is itself open, as another operator has left it, stands for any: two are planned with.
-    """
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
-
-    axes = tuple(worker.mesh.axes.items())
-    index = worker.index if _differs_by_worker(token) else None
-    open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
-    samples = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
-    planned = [_planned(token, sample, axes, index) for sample in (samples if open_dims else samples[:1])]
-    if None in planned:
-        return (None,) * _ndim(token, shape, open_dims, axes, worker)
-
-    def length(*lengths: int | None) -> Any:
-        same = [shape[d] for d in open_dims if lengths == (samples[0][d], samples[1][d])]
-        return lengths[0] if len(set(lengths)) == 1 else same[0] if same else None
-
-    return tuple(length(*lengths) for lengths in zip(*planned, strict=True))  # type: ignore[arg-type]
-
-
-def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
-    """How many dimensions the result has where plans do not tell."""
-    if getattr(_tokens[token][0], "learns", False):
-        return len(shape)  # workers hold blocks of other shapes than this one's
-    concrete = tuple(0 if d in open_dims else int(n) for d, n in enumerate(shape))
-    ndim = None if open_dims else _ndims_seen.get((token, concrete, axes, worker.index))
-    if ndim is not None:
-        return ndim
-    raise MeshError.at(
-        f"a compiled call of {token.split('(')[0]}",
-        got=f"a block of shape {list(concrete)}, where the other workers' blocks decide the shape of the result",
-        need="a result whose shape is known from an earlier call",
-        mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
-    )
-
-
-_ndims_seen: dict[tuple, int] = {}
-"""How many dimensions the result had, by token, block shape and worker, for what plans do not tell."""
-
-
-def _differs_by_worker(token: str) -> bool:
-    """Whether equal blocks may give results of other shapes on one worker than on another: then each has a graph."""
-    op = _tokens[token][0]
-    if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
-        return True
-    if isinstance(op, Operator):
-        return ROOTED in (op.source, op.target)
-    return getattr(op, "__name__", "") in ("repartition", "accumulate")
-
-
-class _Block:
-    """A block of which nothing but the shape is known. A function of one gives the operator that it applies, or the
-    block where nothing moves."""
-
-    __slots__ = ("dtype", "ndim", "shape")
-
-    def __init__(self, shape: tuple[int, ...]):
-        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(np.int8)
-
-
-class _BlockFrontend:
-    def begin(self, op: Collective, x: _Block, worker: Worker, frame: Any) -> Callable[[], Collective]:
-        return lambda: op
-
-    def vary(self, x: _Block, names: Sequence[str], worker: Worker) -> _Block:
-        return x
-
-
-frontends.register(_Block, cast(Any, _BlockFrontend()))
-
-
-class _AssumedShapes:
-    """The comm of a worker with a block of shape `own`, where the blocks of all others have the shape `others`."""
-
-    def __init__(self, worker: int, own: tuple[int, ...], others: tuple[int, ...]):
-        self.worker, self.own, self.others = worker, own, others
-
-    def shapes(self, group: Group, call: Any = None) -> Handle:
-        return Done([self.own if k == group.index else self.others for k in range(group.size)])
-
-
-@functools.lru_cache(maxsize=4096)
-def _planned(
-    token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
-) -> tuple[int | None, ...] | None:
-    """The lengths of the result by the operator's plans, where all blocks have the shape of this worker's; None for
-    those that are others where the other workers' blocks are longer. index: which worker; None: any, since one graph
-    serves all.
-
-    None where such blocks do not fit each other.
-    """
-    function, args, _ = _tokens[token]
-    layouts = args if args and isinstance(args[-1], Layout) else getattr(function, "layouts", None)
-    mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
-    if layouts is not None:
-        return layouts[1].block_shape(mesh.group(index or 0, tuple(layouts[1].axes)).index)
-    root = getattr(function, "root", None) if isinstance(function, Operator) and function.source == ROOTED else None
-    if root is not None and index is not None and mesh.group(index, function.axes).index != root:
-        return None  # this worker has nothing: the root decides
-    longer = [(*shape[:d], n + 1, *shape[d + 1 :]) for d, n in enumerate(shape)]
-    others = [shape, *longer, *([] if root is None else [(0,)])]
-    workers = range(mesh.size) if index is None else [index]
-    shapes = [s for w in workers for other in others if (s := _planned_on(token, mesh, w, shape, other)) is not None]
-    if not shapes or any(len(s) != len(shapes[0]) for s in shapes):
-        return None
-    return tuple(lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*shapes, strict=True))
-
-
-def _planned_on(
-    token: str, mesh: Mesh, index: int, own: tuple[int, ...], others: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """The shape of the result on a worker with a block of shape `own`; None where the others' do not fit it."""
-    function, args, kwargs = _tokens[token]
-    comm = _AssumedShapes(index, own, others)
-    outer = WORKER.set(Worker(mesh, cast(Any, comm), False, Replicas(False, 0)))
-    try:
-        op = function if isinstance(function, Operator) else function(_Block(own), *args, **kwargs)
-        if isinstance(op, _Block):
-            return own
-        group = mesh.group(index, op.axes)
-        return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
-    except (ValueError, TypeError, RuntimeError):
-        return None
-    finally:
-        WORKER.reset(outer)
-
-
 # What users call
 
 
@@ -312,7 +174,7 @@ def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
 
 @torch.compiler.assume_constant_result
 def _constant_differs_by_worker(token: str) -> bool:
-    return _differs_by_worker(token)
+    return differs_by_worker(token)
 
 
 @torch.compiler.assume_constant_result
@@ -354,7 +216,7 @@ def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None =
     """
     wrapped: Any = functools.partial(function)
     wrapped.learns, wrapped.layouts = True, layouts
-    _tokens[text] = (wrapped, (), {})
+    tokens[text] = (wrapped, (), {})
     return text
 
 
@@ -365,7 +227,7 @@ def token_of(function: Callable, text: str, layouts: tuple[Layout, ...] | None =
 def _attain(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch.Tensor:
     """The extremum over dimensions and workers. how: the function's name, "pmax", "pmin", "max" or "min". total: the
     name in graphs of the sum over those workers."""
-    (names,) = _tokens[total][1]
+    (names,) = tokens[total][1]
     with torch.no_grad():
         op = named(how, Extremum, names, how[-3:], tuple(dims))
         return _own(apply(op, x, context_of(here("torch.compile"))), x)
@@ -484,7 +346,7 @@ class OperatorFunction:
     def __init__(self, op: Operator):
         self.op = op
         self.token = repr(op)
-        _tokens.setdefault(self.token, (op, (), {}))
+        tokens.setdefault(self.token, (op, (), {}))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -493,7 +355,7 @@ class OperatorFunction:
         y = self.op(x)
         worker = WORKER.get()
         if worker is not None and isinstance(y, torch.Tensor) and not worker.tracked:
-            _ndims_seen[self.token, tuple(x.shape), tuple(worker.mesh.axes.items()), worker.index] = y.ndim
+            ndims_seen[self.token, tuple(x.shape), tuple(worker.mesh.axes.items()), worker.index] = y.ndim
         return y
 
     @property

@@ -1,0 +1,157 @@
+"""The shapes of results in compiled graphs, as plans say them: nothing moves while a function is compiled.
+
+Where a length depends on the blocks of other workers, it stays open in the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+import spmd
+from spmd import frontends
+from spmd.errors import MeshError
+from spmd.layout import Layout
+from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.base import Collective, Operator
+from spmd.replicas.records import Replicas
+from spmd.state import ROOTED
+from spmd.transport.call import Group
+from spmd.transport.handles import Done, Handle
+
+__all__ = ["differs_by_worker", "ndims_seen", "result_lengths", "tokens"]
+
+tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
+"""The functions that graphs refer to, with their arguments, by their names there."""
+
+
+def result_lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
+    """The shape of the result on this worker; None for a length that the blocks of the others decide.
+
+    A length that is itself open, as another operator has left it, stands for any: two are planned with.
+    """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
+    axes = tuple(worker.mesh.axes.items())
+    index = worker.index if differs_by_worker(token) else None
+    open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
+    samples = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
+    planned = [_planned(token, sample, axes, index) for sample in (samples if open_dims else samples[:1])]
+    if None in planned:
+        return (None,) * _ndim(token, shape, open_dims, axes, worker)
+
+    def length(*lengths: int | None) -> Any:
+        same = [shape[d] for d in open_dims if lengths == (samples[0][d], samples[1][d])]
+        return lengths[0] if len(set(lengths)) == 1 else same[0] if same else None
+
+    return tuple(length(*lengths) for lengths in zip(*planned, strict=True))  # type: ignore[arg-type]
+
+
+def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
+    """How many dimensions the result has where plans do not tell."""
+    if getattr(tokens[token][0], "learns", False):
+        return len(shape)  # workers hold blocks of other shapes than this one's
+    concrete = tuple(0 if d in open_dims else int(n) for d, n in enumerate(shape))
+    ndim = None if open_dims else ndims_seen.get((token, concrete, axes, worker.index))
+    if ndim is not None:
+        return ndim
+    raise MeshError.at(
+        f"a compiled call of {token.split('(')[0]}",
+        got=f"a block of shape {list(concrete)}, where the other workers' blocks decide the shape of the result",
+        need="a result whose shape is known from an earlier call",
+        mend="run the function once before it is compiled; torch.compiler.disable keeps this call out",
+    )
+
+
+ndims_seen: dict[tuple, int] = {}
+"""How many dimensions the result had, by token, block shape and worker, for what plans do not tell."""
+
+
+def differs_by_worker(token: str) -> bool:
+    """Whether equal blocks may give results of other shapes on one worker than on another: then each has a graph."""
+    op = tokens[token][0]
+    if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
+        return True
+    if isinstance(op, Operator):
+        return ROOTED in (op.source, op.target)
+    return getattr(op, "__name__", "") in ("repartition", "accumulate")
+
+
+class _Block:
+    """A block of which nothing but the shape is known. A function of one gives the operator that it applies, or the
+    block where nothing moves."""
+
+    __slots__ = ("dtype", "ndim", "shape")
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(np.int8)
+
+
+class _BlockFrontend:
+    def begin(self, op: Collective, x: _Block, worker: Worker, frame: Any) -> Callable[[], Collective]:
+        return lambda: op
+
+    def vary(self, x: _Block, names: Sequence[str], worker: Worker) -> _Block:
+        return x
+
+
+frontends.register(_Block, cast(Any, _BlockFrontend()))
+
+
+class _AssumedShapes:
+    """The comm of a worker with a block of shape `own`, where the blocks of all others have the shape `others`."""
+
+    def __init__(self, worker: int, own: tuple[int, ...], others: tuple[int, ...]):
+        self.worker, self.own, self.others = worker, own, others
+
+    def shapes(self, group: Group, call: Any = None) -> Handle:
+        return Done([self.own if k == group.index else self.others for k in range(group.size)])
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
+) -> tuple[int | None, ...] | None:
+    """The lengths of the result by the operator's plans, where all blocks have the shape of this worker's; None for
+    those that are others where the other workers' blocks are longer. index: which worker; None: any, since one graph
+    serves all.
+
+    None where such blocks do not fit each other.
+    """
+    function, args, _ = tokens[token]
+    layouts = args if args and isinstance(args[-1], Layout) else getattr(function, "layouts", None)
+    mesh = spmd.make_mesh([n for _, n in axes], [name for name, _ in axes], transport="local", device="cpu")
+    if layouts is not None:
+        return layouts[1].block_shape(mesh.group(index or 0, tuple(layouts[1].axes)).index)
+    root = getattr(function, "root", None) if isinstance(function, Operator) and function.source == ROOTED else None
+    if root is not None and index is not None and mesh.group(index, function.axes).index != root:
+        return None  # this worker has nothing: the root decides
+    longer = [(*shape[:d], n + 1, *shape[d + 1 :]) for d, n in enumerate(shape)]
+    others = [shape, *longer, *([] if root is None else [(0,)])]
+    workers = range(mesh.size) if index is None else [index]
+    shapes = [s for w in workers for other in others if (s := _planned_on(token, mesh, w, shape, other)) is not None]
+    if not shapes or any(len(s) != len(shapes[0]) for s in shapes):
+        return None
+    return tuple(lengths[0] if len(set(lengths)) == 1 else None for lengths in zip(*shapes, strict=True))
+
+
+def _planned_on(
+    token: str, mesh: Mesh, index: int, own: tuple[int, ...], others: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The shape of the result on a worker with a block of shape `own`; None where the others' do not fit it."""
+    function, args, kwargs = tokens[token]
+    comm = _AssumedShapes(index, own, others)
+    outer = WORKER.set(Worker(mesh, cast(Any, comm), False, Replicas(False, 0)))
+    try:
+        op = function if isinstance(function, Operator) else function(_Block(own), *args, **kwargs)
+        if isinstance(op, _Block):
+            return own
+        group = mesh.group(index, op.axes)
+        return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
+    except (ValueError, TypeError, RuntimeError):
+        return None
+    finally:
+        WORKER.reset(outer)
