@@ -33,7 +33,7 @@ class ProcessGroup(Protocol):
     """What the parts of `ProcessTransport`, which imports them, use of it.
 
     local: the worker of this process. ranks: the processes' numbers in the job, by worker. channels: the open ones, by
-    their members in order. runs, stage: number the maps, and the stages of the job. last: the latest call. pending:
+    their members in order. runs, stage: number the maps, and the stages of the job. last_call: the latest. pending:
     the messages under way.
     """
 
@@ -42,7 +42,7 @@ class ProcessGroup(Protocol):
     checks: bool
     runs: int
     stage: int
-    last: Any
+    last_call: Any
     pending: set[Any]
     status_board: StatusBoard | None
     time_limit: float
@@ -76,7 +76,7 @@ class Pending:
         self.buffers = buffers
         self.finish = finish
         self.transport = transport
-        self.call = transport.last
+        self.call = transport.last_call
         self.value: Any = None
         transport.pending.add(self)
 
@@ -117,7 +117,7 @@ class HeaderComm(Comm):
                 error = self._mismatch(group, call, names)
                 self.transport.fail(error)
                 raise error
-        self.transport.last = call
+        self.transport.last_call = call
 
     def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
         """The error: all members know that they disagree, and exchange their calls and source lines."""

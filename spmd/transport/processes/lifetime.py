@@ -241,7 +241,7 @@ def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
     library = ctypes.CDLL(mpi.__file__)
 
     def look(waited: float) -> None:
-        if status_board is None or not status_board.whole or not 0 < limit < waited:
+        if status_board is None or not status_board.single_host or not 0 < limit < waited:
             return
         if waited > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
             stopped = [

@@ -140,7 +140,7 @@ class RepeatedPlan:
                     return general_run(comm, x)
                 finally:
                     comm.early = None
-        transport.last = call
+        transport.last_call = call
         _, those, shared_blocks, make, bound = learnt
         blocks: list[Any] = those.copy()
         for k, window, shape, strides, place in shared_blocks:
