@@ -71,7 +71,7 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
     """The cotangents of `leaves`, given those of some results; None where no cotangent arrives.
 
     With `free` the sweep drops each node after its use; the tape then serves once.
-    A primitive may defer the cotangent of a leaf (`owe`); the sweep waits for all of them at the end.
+    A primitive may defer the cotangent of a leaf (`defer`); the sweep waits for all of them at the end.
     """
     nodes = tape.nodes
     if type(nodes) is Watched:
@@ -104,19 +104,19 @@ class Cotangents:
     """The cotangents of a sweep: for each node the sum of those that have arrived.
 
     by_node: the sums. owned: the nodes whose sum is a large array of this sweep, to which more is added in place.
-    owed: by leaf, the cotangents that arrive later; shared: the state that all of these share.
+    deferred: by leaf, the cotangents that arrive later. sweep_state: what their primitives keep during the sweep.
     kinds: the numbers that `spmd.debug` looks for.
     """
 
-    __slots__ = ("by_node", "kinds", "nodes", "owed", "owned", "shared")
+    __slots__ = ("by_node", "deferred", "kinds", "nodes", "owned", "sweep_state")
 
     def __init__(self, nodes: list[Node]):
         self.nodes = nodes
         self.kinds = FINITE.get()
         self.by_node: dict[Node, Any] = {}
         self.owned: set[Node] = set()
-        self.owed: dict[Node, list[Future]] = {}
-        self.shared: dict[Any, Any] = {}
+        self.deferred: dict[Node, list[Future]] = {}
+        self.sweep_state: dict[Any, Any] = {}
 
     def add(self, node: Node, g: Any) -> None:
         """Add a cotangent to which there may be other references."""
@@ -167,8 +167,8 @@ class Cotangents:
     def of_leaves(self, leaves: list[Node]) -> list[Any]:
         """The cotangents of the leaves; waits for those that arrive later."""
         for node in leaves:
-            for debt in self.owed.get(node, ()):
-                self.add(node, debt.wait())
+            for future in self.deferred.get(node, ()):
+                self.add(node, future.wait())
         return [self.by_node.get(node) for node in leaves]
 
 
@@ -197,7 +197,7 @@ def _pull(node: Node, g: Any, cotangents: Cotangents) -> None:
 
 
 def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
-    """Give the parents of a node their cotangents, by rules with an option: see `joint`, `owe`, `over`, `into` and
+    """Give the parents of a node their cotangents, by rules with an option: see `joint`, `defer`, `over`, `into` and
     `early` of `Primitive`."""
     prim, args, pulls, parents, g = node.prim, node.args, node.pulls, node.parents, cotangents.by_node.pop(node)
     if args is None:
@@ -214,12 +214,12 @@ def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
         dropped, pulls, parents = parents[0], pulls[::-1], parents[::-1]
     for k, pull in enumerate(pulls):
         parent = parents[k]
-        if prim.owe is not None and parent.prim is None:
-            debt = prim.owe(cotangents.shared, g, parent, *args[1:])
-            if debt is not None:
-                cotangents.owed.setdefault(parent, []).append(debt)
+        if prim.defer is not None and parent.prim is None:
+            future = prim.defer(cotangents.sweep_state, g, parent, *args[1:])
+            if future is not None:
+                cotangents.deferred.setdefault(parent, []).append(future)
                 g = h = None  # The future now has the only references to its terms.
-                debt.begin()
+                future.begin()
                 continue
         if prim.into is not None and type(g) is np.ndarray:
             h, old = None, cotangents.by_node.get(parent)  # h may be the same array: drop that reference
@@ -230,7 +230,7 @@ def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
         try:
             h = (pull if over is None else over)(g, *args, **node.kwargs)
         except Exception as error:
-            if prim.joint is not None or prim.owe is not None:  # communication is not repeated
+            if prim.joint is not None or prim.defer is not None:  # communication is not repeated
                 raise
             h = cupy_fallback.retry_rule(pull, (g, *args), node.kwargs, error)
         if dropped is not None:  # the next rule needs only the shape of the first argument

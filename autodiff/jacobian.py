@@ -183,7 +183,7 @@ def _stacked(parts: list, like, shape: tuple[int, ...], axis: int):
 def _one_by_one(where: str, args: Any, outs: Any, tape: Tape) -> None:
     """Raise where entries of a Jacobian would mix workers: unit vectors are seeded on all of them at once."""
     states = {varying_over(x) for x in (*tree.leaves(args), *tree.leaves(outs))}
-    moves = any(node.prim is not None and node.prim.owe is not None for node in tape.nodes)
+    moves = any(node.prim is not None and node.prim.defer is not None for node in tape.nodes)
     if len(states) > 1 or (moves and states != {frozenset()}):
         raise DifferentiationError.at(
             where,

@@ -108,7 +108,7 @@ class Primitive:
     variadic: in place of rules, `variadic(k, g, ans, *args, **kwargs)` gives the cotangent of argument k.
     linear: with variadic, the function is linear in each argument: the rule of argument k does not ask for its value.
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
-    owe: `owe(shared, g, leaf, *args)` may return a Future for the cotangent of a leaf, or None to use the rule.
+    defer: `defer(sweep_state, g, leaf, *args)` may return a Future for the cotangent of a leaf; None: use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
     over: `over(g, ans, *args)`, for all arguments, gives what the rule gives, and may write it over g.
     early: of two arguments the second one's rule alone asks for the first one's value. It is called first, so that the
@@ -117,7 +117,21 @@ class Primitive:
     """
 
     __slots__ = (
-        *("early", "fun", "into", "joint", "linear", "name", "over", "owe", "plain", "plans", "rules", "same", "unary"),
+        *(
+            "defer",
+            "early",
+            "fun",
+            "into",
+            "joint",
+            "linear",
+            "name",
+            "over",
+            "plain",
+            "plans",
+            "rules",
+            "same",
+            "unary",
+        ),
         "variadic",
     )
 
@@ -130,7 +144,7 @@ class Primitive:
         variadic=None,
         linear=False,
         joint=None,
-        owe=None,
+        defer=None,
         into=None,
         over=None,
         early=False,
@@ -141,11 +155,11 @@ class Primitive:
         self.variadic = variadic
         self.linear = linear
         self.joint = joint
-        self.owe = owe
+        self.defer = defer
         self.into = into
         self.over = over
         self.early = early
-        self.plain = joint is None and owe is None and into is None and over is None and not early
+        self.plain = joint is None and defer is None and into is None and over is None and not early
         self.plans: dict[int, Plan] = {}
         self.unary: tuple[tuple[Rule, ...], bool, bool] | None = None
         self.same: Primitive | None = None

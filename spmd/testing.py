@@ -26,7 +26,7 @@ from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_pieces
 from spmd.operators.permute import Permute
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Scatter, SumReduce, Unroot
@@ -94,7 +94,7 @@ def _pieces(n: int, stop: int) -> tuple[Piece, ...]:
 def _haloed(a: tuple[str, ...], sizes: Shape, widths: Shape, boundary: str) -> Case:
     """Blocks of these sizes, extended by a halo of (low, high), which is added back."""
     low, high = widths
-    lengths = halo_plan(sizes, ((low, high),) * len(sizes), boundary).lengths
+    lengths = halo_pieces(sizes, ((low, high),) * len(sizes), boundary).lengths
     back = HaloAccumulate(a, P(a), (widths,), boundary, (sizes,))
     return Case(back, (sum(lengths), 2), P(a), (lengths, None))
 

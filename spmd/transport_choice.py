@@ -96,13 +96,13 @@ class TransportRequest(NamedTuple):
         if not (dist.is_available() and dist.is_gloo_available()):
             need = "a torch that is built with torch.distributed and gloo"
             raise _unavailable("torch", "torch", need, "it has no gloo")
-        from spmd.transport.processes.gloo import TorchTransport
+        from spmd.transport.processes.gloo import GlooTransport
 
         if self.places is not None:
             from spmd.transport.processes.host_staging import on_places, staged
 
-            return on_places(staged(TorchTransport).of(), self.places)
-        return TorchTransport.of()
+            return on_places(staged(GlooTransport).of(), self.places)
+        return GlooTransport.of()
 
     def _check_size(self, size: int, world: str, launcher: str) -> None:
         if size != self.size:

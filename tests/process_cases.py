@@ -1,5 +1,5 @@
 """What holds of workers that are processes, whoever started them: the same bits as virtual workers, errors on all, and
-jobs that end. `test_comm.py` and `test_gloo.py` of `tests/transport/processes/` run it, each with launchers of its own
+jobs that end. `test_mpi.py` and `test_gloo.py` of `tests/transport/processes/` run it, each with launchers of its own
 as `python`.
 """
 

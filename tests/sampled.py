@@ -16,7 +16,7 @@ from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_pieces
 from spmd.operators.permute import Permute
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Gather, Keep, Replicate, Scatter, SumReduce
@@ -210,7 +210,7 @@ def _halo(kind) -> Callable[[Draw], Sample]:
         given = (tuple(widths), tuple(boundary), tuple(cuts) if kind is HaloAccumulate or d.flag() else None)
         lines = cuts
         if kind is HaloAccumulate:
-            lines = [halo_plan(*line).lengths for line in zip(cuts, widths, boundary, strict=True)]
+            lines = [halo_pieces(*line).lengths for line in zip(cuts, widths, boundary, strict=True)]
         shape = [sum(line) for line in lines]
         return Sample(d.axes, kind(spec.axes, spec, *given), tuple(shape), Layout(shape, spec, d.axes, lines))
 

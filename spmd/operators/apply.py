@@ -15,7 +15,7 @@ from spmd.autodiff.apply import NO_OPTIONS, weak
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import slot_of
-from spmd.autodiff.tape import Future, Node
+from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, copied
 from spmd.errors import caller
@@ -25,7 +25,6 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.operators import algebra
 from spmd.operators.base import NUMBERS, Collective, use_application
 from spmd.operators.blocks import bare_block, owned_block
-from spmd.operators.gradient_buckets import LEAF
 from spmd.operators.plan_cache import Prepared, call_of, prepared_for
 from spmd.operators.sums import Vary
 from spmd.operators.varying import admitted, outside, vary
@@ -229,13 +228,8 @@ _MOVE = Primitive(
     None,
     "collective",
     rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
-    owe=lambda shared, g, leaf, op, x, y: _owed(shared, g, leaf, op),
+    defer=lambda sweep_state, g, leaf, op, x, y: op.defer(sweep_state, g, leaf),
 )
-
-
-def _owed(shared: dict, g: Any, leaf: Node, op: Collective) -> Future | None:
-    shared[LEAF] = leaf
-    return op.owe(shared, g)
 
 
 _functions: Any = SimpleNamespace(

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import numpy as np
 
 from spmd.autodiff import tree
-from spmd.autodiff.tape import Future
+from spmd.autodiff.tape import Future, Node
 from spmd.errors import LayoutError
 from spmd.mesh import WORKER
 from spmd.operators.memo import memoised
@@ -260,8 +260,8 @@ class Collective:
     keeps: ClassVar[bool] = True
     """Whether `pull` needs the block and the result."""
 
-    def owe(self, shared: dict, g) -> Future | None:
-        """The cotangent of a leaf, if it may come later. shared: what a sweep's debts have in common, and the leaf."""
+    def defer(self, sweep_state: dict, g: Any, leaf: Node) -> Future | None:
+        """The cotangent of a leaf, if it may arrive later. sweep_state: what operators keep during one sweep."""
         return None
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The sums that a backward sweep owes to leaves, sent together in buckets."""
+"""Sums of cotangents of leaves, which a backward sweep defers and sends together in buckets."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from spmd.transport.base import Comm
 from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Shape
 from spmd.transport.handles import Done, Handle
 
-LEAF = object()
-"""Under which a sweep's debts have the leaf that they are owed to."""
-
 _BUCKET_NBYTES = 4 << 20
-"""Bytes of owed sums that are sent together: enough to hide a message's latency, few enough to overlap the sweep."""
+"""Bytes of a full bucket: large enough to hide a message's latency, small enough to overlap with the sweep."""
 
 
 class _Bucket:
-    """Sums owed to leaves, over one group and of one dtype: sent together when they are large enough, or at the end."""
+    """Deferred sums over one group and of one dtype. They are sent together, when the bucket is full or at the end."""
 
     def __init__(self, worker: Worker, kind: tuple[tuple[str, ...], np.dtype]):
         self.worker = worker
@@ -41,32 +38,32 @@ class _Bucket:
     def send(self) -> None:
         axes, dtype = self.kind
         group = self.worker.group(axes)
-        call = _sum_of_gradients(axes, dtype, tuple([b.shape for b in self.blocks]), tuple(self.places))
-        blocks, self.blocks = self.blocks, []  # whoever sums them keeps them for as long as need be
+        call = _call_of_bucket(axes, dtype, tuple([b.shape for b in self.blocks]), tuple(self.places))
+        blocks, self.blocks = self.blocks, []  # the collective keeps them for as long as it needs them
         program = self.worker.program
         if program is None:
-            self.handle = _sum_many(self.worker.comm, group, call, blocks)
+            self.handle = _start_sums(self.worker.comm, group, call, blocks)
         else:
             args = (COMM, group, call, blocks)
-            sums = program.call(_sum_many, args, effect=True, donates=True, comm=self.worker.comm)
-            self.handle = Done(program.call(_waited, (sums,), effect=True))
+            sums = program.call(_start_sums, args, effect=True, donates=True, comm=self.worker.comm)
+            self.handle = Done(program.call(_wait, (sums,), effect=True))
 
 
-def _sum_many(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
+def _start_sums(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
     spare = [type(b) is np.ndarray and is_sole_owner(sys.getrefcount(b) - 1, b) for b in blocks]
     return comm.all_reduce_many(group, call, blocks, spare)
 
 
-def _waited(handle: Handle) -> Any:
+def _wait(handle: Handle) -> Any:
     return handle.wait()
 
 
-class _Owed:
-    """One sum in a bucket."""
+class _DeferredSum:
+    """One sum in a bucket: a `Future` of the sweep."""
 
     __slots__ = ("bucket", "index", "sums")
 
-    def __init__(self, sums: OwedSums, bucket: _Bucket):
+    def __init__(self, sums: DeferredSums, bucket: _Bucket):
         self.sums = sums
         self.bucket = bucket
         self.index = len(bucket.blocks) - 1
@@ -76,69 +73,69 @@ class _Owed:
             self.sums.send_one(self.bucket)
 
     def wait(self) -> np.ndarray:
-        if self.sums.open:
+        if self.sums.unsent:
             self.sums.send()
         assert self.bucket.handle is not None
         return self.bucket.handle.wait()[self.index]
 
 
-class OwedSums:
-    """The sums that a sweep owes to leaves. open: the unsent bucket of each group and dtype."""
+class DeferredSums:
+    """The deferred sums of a sweep. unsent: the bucket that is being filled, by axes and dtype."""
 
     def __init__(self, worker: Worker):
         self.worker = worker
-        self.open: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
+        self.unsent: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
 
-    def owe(self, axes: tuple[str, ...], g, place: Place | None = None) -> _Owed:
-        """Put the sum of a cotangent into the open bucket of its group, which `begin` sends when it is full.
+    def add(self, axes: tuple[str, ...], g, place: Place | None = None) -> _DeferredSum:
+        """Add a cotangent to the bucket of its group, which `begin` sends when it is full.
 
-        place: of the leaf that it is owed to, among the arguments that are differentiated.
+        place: that of its leaf among the differentiated arguments.
         """
         g = contiguous(g)
         for ledger in LEDGERS.get():
             ledger.operator(self.worker.index, "Sum", axes)
         kind = (axes, g.dtype)
-        bucket = self.open.get(kind)
+        bucket = self.unsent.get(kind)
         if bucket is None:
-            bucket = self.open[kind] = _Bucket(self.worker, kind)
+            bucket = self.unsent[kind] = _Bucket(self.worker, kind)
         bucket.blocks.append(g)
         bucket.places.append(place)
         bucket.nbytes += g.nbytes
-        return _Owed(self, bucket)
+        return _DeferredSum(self, bucket)
 
     def send_one(self, bucket: _Bucket) -> None:
-        """Send an open bucket."""
-        del self.open[bucket.kind]
+        """Send an unsent bucket."""
+        del self.unsent[bucket.kind]
         bucket.send()
 
     def send(self) -> None:
-        """Send what is left, in the order in which the buckets were begun."""
-        left, self.open = self.open, {}
-        for bucket in left.values():
+        """Send the remaining buckets, in the order of their first blocks."""
+        unsent, self.unsent = self.unsent, {}
+        for bucket in unsent.values():
             bucket.send()
 
 
 _calls: dict[Any, Call] = {}
 
 
-def _sum_of_gradients(
+def _call_of_bucket(
     axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...], places: tuple[Place | None, ...]
 ) -> Call:
-    """The call of the user's line that asks for gradients; created once for each."""
+    """The call of a bucket, at the user's line that asks for gradients. Cached by line and bucket."""
     user = caller(sys._getframe(2))
     line = (0, 0) if user is None else (id(user.f_code), user.f_lasti)
     key = (*line, axes, dtype, shapes, places)
     call = _calls.get(key)
     if call is None:
         size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
-        detail, leaf = f"gradients of shapes {listed}", _arguments(places)
+        detail, leaf = f"gradients of shapes {listed}", _described_arguments(places)
         call = Call("psum", axes, dtype, (size,), detail=detail, same_shape=True, frame=user, leaf=leaf)
-        bounded(_calls)[key] = call  # It keeps the code, so that no other has its id.
+        bounded(_calls)[key] = call  # The call keeps the code object alive, so its id stays unique.
     return call
 
 
-def _arguments(places: tuple[Place | None, ...]) -> tree.Leaf:
-    """The arguments that gradients in a bucket belong to, as workers compare them."""
+def _described_arguments(places: tuple[Place | None, ...]) -> tree.Leaf:
+    """The arguments of the gradients in a bucket, in the form that workers compare."""
     paths = [
         "a value" if place is None else f"argument {place[0]}{place[1].path if place[1] is not None else ''}"
         for place in places

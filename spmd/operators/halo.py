@@ -1,8 +1,8 @@
-"""Blocks with their neighbours' edges around them, and the adjoint, which adds them back.
+"""Blocks with their neighbours' edges around them, and the adjoint, which adds the edges back.
 
-`halo_plan` says for each block of a dimension which entries of which blocks it gets, and where. The operators carry
-plans out dimension by dimension, so that corners come along with the edges: a worker exchanges messages only with those
-on its own lines through the grid of blocks.
+`halo_pieces` gives, for each block along a dimension, the entries that it gets, their blocks and their places. The
+operators run one plan per dimension. Each exchange starts from the block with the halos of the earlier dimensions, so
+corners come along with the edges: a worker sends messages only to workers on its own lines through the grid of blocks.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class HaloExchange(Halo):
                 raise trimmed(self.function, k, n, dim.own)
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> HaloPlans:
-        """One plan for each dimension in which the block goes on. Where the other blocks' lengths are not known yet,
-        they are assumed to be so large that no halo reaches across one. nothing: whether an array of length 0 may be
-        continued, as zeros."""
+        """One plan per dimension along which the block is extended. Lengths of other blocks that are not known yet are
+        assumed to be so large that no halo reaches across a block. nothing: whether an array of length 0 may be
+        continued, with zeros."""
         dimensions = self._dimensions(group, len(shape))
         sizes = tuple(self._assumed_lengths(d, dim, shape[d]) for d, dim in enumerate(dimensions))
         return self._plans_with(group, shape, dtype, nothing, sizes)
@@ -79,7 +79,7 @@ class HaloExchange(Halo):
         return Chained(self.steps(comm, group, x, call))
 
     def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
-        """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, as zeros."""
+        """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, with zeros."""
         plans = self._plans.get((group, x.shape, x.dtype, nothing))
         if plans is None:
             d = self._only_unknown_dimension(group, x.ndim)
@@ -91,30 +91,32 @@ class HaloExchange(Halo):
         if len(plans.steps) == 1:
             return (yield comm.run(plans.steps[0], call, x))
 
-        # The result is made once, and the block put where it stands in it, while the first messages are under way if
-        # nobody writes to the block; each dimension then fills a little more.
-        block, result, buffer = x, x, None
+        # One buffer holds the result. The block is copied to its place there once: before the first messages if the
+        # caller may write to it, else while they are under way. Each dimension then fills its part of the halo. It is
+        # exchanged from the block with the earlier halos, so corners come along.
+        extended, result, buffer = x, x, None
         if call.borrowed and plans.buffer is not None and plans.steps:
             buffer, result = plans.buffer.place(x, True)
-            block = buffer[plans.buffer.window]
+            extended = buffer[plans.buffer.window]
         for plan in plans.steps:
             combine: Any = plan.combine
-            handle = comm.exchange(plan.group, call, plan.sends(block)) if plan.kind != "none" else None
+            handle = comm.exchange(plan.group, call, plan.sends(extended)) if plan.kind != "none" else None
             if buffer is None and plans.buffer is not None:
                 buffer, result = plans.buffer.place(x, False)
             if buffer is None:
-                out = empty((*block.shape[: combine.d], combine.length, *block.shape[combine.d + 1 :]), x)
+                out = empty((*extended.shape[: combine.d], combine.length, *extended.shape[combine.d + 1 :]), x)
                 result = out
             else:
                 out = buffer[combine.window]
-            combine.fill(out, block)
+            combine.fill(out, extended)
             received = {} if handle is None else (yield handle)
             blocks = [received.get(k) for k in range(plan.group.size)]
-            block, _ = plan.finish(block, blocks, begun=(out, result if plan is plans.steps[-1] else out))
-        return block, plans.bound
+            begun = (out, result if plan is plans.steps[-1] else out)
+            extended, _ = plan.finish(extended, blocks, begun=begun)
+        return extended, plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
-        """The plan, where only one dimension is continued: it fills all of the result."""
+        """The plan, if the block is extended along one dimension only: it fills all of the result."""
         key = group, x.shape, x.dtype, False
         cached = self._plans.get(key)
         plans = cached or self._cached_learnt_plans.get(key)
@@ -128,16 +130,16 @@ class HaloExchange(Halo):
 
     @cached_property
     def _plans(self) -> dict[Any, HaloPlans]:
-        """Plans of earlier blocks, by group, shape, dtype and whether empty arrays may be continued."""
+        """Plans for earlier blocks, by group, shape, dtype and `nothing`."""
         return {}
 
     @cached_property
     def _cached_learnt_plans(self) -> dict[Any, HaloPlans]:
-        """The latest plans whose lengths were gathered: the next time others may bring other blocks."""
+        """The latest plans with gathered lengths. The next call gathers again: other blocks may have new lengths."""
         return {}
 
     def _only_unknown_dimension(self, group: Group, ndim: int) -> int | None:
-        """The only dimension that is continued, if its lengths are not known; else None."""
+        """The dimension along which the block is extended, if there is only one and its lengths are not known."""
         dimensions = self._dimensions(group, ndim)
         reached = [d for d, dim in enumerate(dimensions) if any(map(any, dim.pairs))]
         if len(reached) != 1 or dimensions[reached[0]].alone or self._given(reached[0]) is not None:
@@ -147,7 +149,7 @@ class HaloExchange(Halo):
     def _learnt_plan(
         self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, d: int, shapes: Sequence[Shape]
     ) -> Plan:
-        """The plan where only dimension d is continued, and the blocks of its line have these shapes."""
+        """The plan if only dimension d is extended, and the blocks along it have these shapes."""
         lengths, key = tuple(s[d] for s in shapes), (group, shape, dtype, nothing)
         plans = self._cached_learnt_plans.get(key)
         if plans is None or plans.bound.sizes[d] != lengths:
@@ -175,24 +177,24 @@ class HaloExchange(Halo):
             buffer = ResultBuffer(lengths, tuple(window), entries_ahead(shape, window, moving))
         steps, block = [], list(shape)
         for d in moving:
-            line, plan, k = stages[d]
-            own = plan.own(k)
+            line, pieces, k = stages[d]
+            own = pieces.own(k)
             if buffer is not None:
                 window[d] = slice(0, lengths[d])
-                own = tuple(p for p in own if (p.at, p.length) != (places[d], plan.sizes[k]) or p.flipped)
+                own = tuple(p for p in own if (p.at, p.length) != (places[d], pieces.sizes[k]) or p.flipped)
             combine = FillHalo(
                 self.function,
                 d,
                 lengths[d],
-                gaps=tuple(along(d, start, stop) for start, stop in plan.gaps[k]),
+                gaps=tuple(along(d, start, stop) for start, stop in pieces.gaps[k]),
                 own=piece_places(own, d),
-                takes=tuple((s, m, piece_places(m.pieces, d)) for s, m in plan.takes[k].items()),
+                received=tuple((s, m, piece_places(m.pieces, d)) for s, m in pieces.incoming[k].items()),
                 buffer=buffer,
                 window=None if buffer is None else tuple(window),
             )
-            sends = {t: one_index(m.ranges, d) for t, m in plan.sends[k].items()}
+            sends = {t: one_index(m.ranges, d) for t, m in pieces.outgoing[k].items()}
             parts = [sends.get(j) for j in range(line.size)]
-            kind = "exchange" if plan.moves else "none"
+            kind = "exchange" if pieces.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = lengths[d]
         return HaloPlans(tuple(steps), bound, tuple(block), buffer)
@@ -207,14 +209,14 @@ class HaloExchange(Halo):
 
 
 class HaloAccumulate(Halo):
-    """V -> V: what a block with a halo holds of other blocks is added to them. Its adjoint is `HaloExchange`."""
+    """V -> V: the entries of a halo are added to the blocks that they come from. Its adjoint is `HaloExchange`."""
 
     function: ClassVar[str] = "halo_accumulate"
     adds: ClassVar[bool] = True
 
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plans:
-        """One plan for each dimension in which the block goes on, the last one first. Where the other blocks' lengths
-        are not known yet, they are assumed to be so large that no halo reaches across one."""
+        """One plan per dimension along which the block has a halo, the last one first. Lengths of other blocks that are
+        not known yet are assumed to be so large that no halo reaches across a block."""
         dimensions, sizes = self._dimensions(group, len(shape)), []
         for d, dim in enumerate(dimensions):
             n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
@@ -231,23 +233,23 @@ class HaloAccumulate(Halo):
             plans = yield from self._learn(comm, group, x, call)
         if len(plans.steps) == 1:
             return (yield comm.run(plans.steps[0], call, x))
-        # What dimensions only crop is a view, until something is added to it or the result is made of it.
+        # Cropping gives a view; it is copied before anything is added to it, or at the end.
         g, owned = x, False
         for plan in plans.steps:
             combine: Any = plan.combine
             handle = comm.exchange(plan.group, call, plan.sends(g)) if plan.kind != "none" else None
-            adds = bool(combine.sends)
+            adds = bool(combine.sent_messages)
             out = combine.sum_own(g, adds and not owned)
             owned = owned or adds or not crops(combine.own, combine.size)
             received = {} if handle is None else (yield handle)
             plan.complete([received[k].shape if k in received else None for k in range(plan.group.size)])
-            for t, m in combine.sends.items():  # in the order of the workers
+            for t, m in combine.sent_messages.items():  # in the order of the workers
                 add_ranges(out, m, received[t], combine.d)
             g = out
         return read_only(g if g is x or (owned and g.flags.c_contiguous) else copied(g)), plans.bound
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
-        """The plan, where only one dimension is continued."""
+        """The plan, if the block has a halo along one dimension only."""
         plans = self._cached_plans.get((group, x.shape, x.dtype))
         return plans.steps[0] if plans is not None and len(plans.steps) == 1 else None
 
@@ -278,18 +280,19 @@ class HaloAccumulate(Halo):
     def _plans_with(self, stages: Sequence[Stage], shape: Shape, dtype: np.dtype, bound: Operator) -> Plans:
         steps, block = [], list(shape)
         for d in reversed(range(len(shape))):
-            (line, plan, k), stage = stages[d], stages[d]
-            if stage.idle:
+            if stages[d].idle:
                 continue
-            parts = [returning(plan.takes[k][s], d) if s in plan.takes[k] else None for s in range(line.size)]
-            combine = AddHalo(self.function, d, plan.sizes[k], plan.own(k), plan.sends[k])
-            kind = "exchange" if plan.moves else "none"
+            line, pieces, k = stages[d]
+            incoming = pieces.incoming[k]
+            parts = [returning(incoming[s], d) if s in incoming else None for s in range(line.size)]
+            combine = AddHalo(self.function, d, pieces.sizes[k], pieces.own(k), pieces.outgoing[k])
+            kind = "exchange" if pieces.moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
-            block[d] = plan.sizes[k]
+            block[d] = pieces.sizes[k]
         return Plans(tuple(steps), bound, tuple(block))
 
     def _cropped(self, dimensions: Sequence[Dimension], shape: Shape, lengths: dict[int, tuple[int, ...]]):
-        """The shape of the block without its halo, and the lengths of all where they matter."""
+        """The shape of the block without its halo, and per dimension the lengths of all blocks, where they matter."""
         block, sizes = [], []
         for d, dim in enumerate(dimensions):
             sizes_along = self._given(d)
@@ -320,26 +323,26 @@ def _operator(kind: type[Halo], spec: P, widths: Any, boundary: Any, shape: Any,
         shorten(error)
         raise
     try:
-        return _made(kind, spec, widths, boundary, shape, sizes, sides)
+        return _checked_operator(kind, spec, widths, boundary, shape, sizes, sides)
     except TypeError:  # lists
         pass
     try:
-        return _made(kind, spec, *map(as_tuples, (widths, boundary, shape, sizes)), sides)
-    except (TypeError, LayoutError):  # which shows what was written
-        return _made.__wrapped__(kind, spec, widths, boundary, shape, sizes, sides)
+        return _checked_operator(kind, spec, *map(as_tuples, (widths, boundary, shape, sizes)), sides)
+    except (TypeError, LayoutError):  # whose error shows the arguments as they were given
+        return _checked_operator.__wrapped__(kind, spec, widths, boundary, shape, sizes, sides)
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _made(
+def _checked_operator(
     kind: type[Halo],
     spec: P,
     widths: Any,
     boundary: Any,
     shape: Any,
     sizes: Any,
-    of_mesh: tuple[tuple[str, int], ...],
+    mesh_sides: tuple[tuple[str, int], ...],
 ) -> Halo:
-    where, axes = f"spmd.{kind.function}", dict(of_mesh)
+    where, axes = f"spmd.{kind.function}", dict(mesh_sides)
     checked_spec(where, spec, axes)
     if shape is not None and sizes is not None:
         raise LayoutError.at(
@@ -371,17 +374,18 @@ def halo_exchange(
     ends are smaller), "zero", "periodic", "reflect" or "edge" (as `np.pad` with "wrap", "reflect" and "edge").
     Dimensions that are not split have boundaries too.
     shape: of the whole array, if its blocks are balanced; sizes: for each dimension the lengths of its blocks, or None.
-    Either saves the meetings in which workers learn the lengths; virtual workers learn those of one dimension, if no
-    other is continued, when they exchange edges.
+    Either saves the messages in which workers learn the lengths. Virtual workers learn the lengths of one dimension, if
+    no other is extended, together with the edges.
 
     Forward (V -> V): y = X[start - low : stop + high] in each dimension, of the array X continued at its ends. Corners
     are right. Adjoint: `halo_accumulate`.
-    Cost: in each dimension one message to each worker whose halo reaches into this block, two where it ends within the
-    next blocks. The block is copied, but where halos are along the first dimension (or those before have length 1), and
-    the block is all of an array of 64 KB or more that spmd made, on the host: then the result is made around it in its
-    memory, for one result at a time and halos of up to a 64th of it on each side. Either way it is read-only.
-    Raises LayoutError where more is trimmed than there is, where widths, boundary or sizes do not fit the block, and
-    where an array of length 0 is to be continued; SpecError for an unknown axis.
+    Cost: in each dimension one message to each worker whose halo reaches into this block; two where halos end within
+    the next blocks. The block is copied, except if the result can extend it in its own memory, so that only the halo is
+    written. That needs halos along one dimension only, with lengths of 1 before it; a block that is all of an array of
+    64 KB or more that spmd created on the host; and halos of at most a 64th of it on each side. One result at a time
+    extends a block. The result is always read-only.
+    Raises LayoutError if widths trim more than the block has, if widths, boundary or sizes do not fit the block, or if
+    an array of length 0 is to be continued; SpecError for an unknown axis.
     """
     return operate(_operator(HaloExchange, spec, widths, boundary, shape, sizes), x, sys._getframe(1))
 
@@ -395,10 +399,10 @@ def halo_accumulate(
     shape: Sequence[int] | None = None,
     sizes: Sequence[Sequence[int] | None] | None = None,
 ):
-    """A block with a halo, without it: what it holds of other blocks, or of this one beyond the ends, is added there.
+    """A block with a halo, without it: each entry of the halo is added to the entry of which it is a copy.
 
-    x: the block with its halo, or a pytree of them. shape, sizes: those of the array and its blocks without halos;
-    where neither is given blocks count as balanced if the lengths of their halos with boundary "none" leave it open.
+    x: the block with its halo, or a pytree of them. shape, sizes: those of the array and its blocks without halos. If
+    neither is given and boundary "none" leaves the sizes open, blocks count as balanced.
 
     Forward (V -> V): y = the sum of all entries of all workers that are copies of the block's, in a fixed order: the
     block's own first, then worker by worker. Adjoint: `halo_exchange`, which see for the arguments, cost and errors.

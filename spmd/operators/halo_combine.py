@@ -1,4 +1,4 @@
-"""How blocks with halos are put together, and added back."""
+"""Combining blocks with halos, and the adjoint, which adds halos back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spmd.transport.handles import read_only
 from spmd.transport.plan import Combine, Make, Plan, Plans
 
 Place = tuple[Any, Any, bool]
-"""Where a piece stands in the result, which entries it has, both as indices, and whether it is flipped."""
+"""A piece: its index in the result, its index in the block or message, and whether it is flipped."""
 
 
 def piece_places(pieces: Iterable[Piece], d: int) -> tuple[Place, ...]:
@@ -31,7 +31,7 @@ def _length(index: slice) -> int:
 
 
 def _fill(out: Any, block: Any, places: Iterable[Place], d: int) -> None:
-    """Put the pieces of a block, or of a message, in their places."""
+    """Copy the pieces of a block, or of a message, to their places."""
     for to, of, flipped in places:
         out[to] = np.flip(block[of], d) if flipped else block[of]
 
@@ -46,12 +46,12 @@ def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
 
 
 def crops(pieces: Sequence[Piece], length: int) -> bool:
-    """Whether the sum of these pieces is a slice of what it is taken from."""
+    """Whether the sum of these pieces is a slice of the result."""
     return len(pieces) == 1 and whole_piece(pieces, length) is not None
 
 
 def _sum(g: Any, pieces: Sequence[Piece], length: int, d: int, fresh: bool = False) -> Any:
-    """The entries at the places of the pieces, added up to a block or a message of this length. fresh: never a view."""
+    """The sum of the entries at the places of the pieces: a block or message of this length. fresh: never a view."""
     first = whole_piece(pieces, length)
     if first is None:
         out = zeros((*g.shape[:d], length, *g.shape[d + 1 :]), g)
@@ -73,7 +73,7 @@ def _in_order(m: Message) -> list[Piece] | None:
 
 
 def returning(m: Message, d: int) -> Any:
-    """The part of a block with its halo that goes back for a message: an index, if nothing is to be added up."""
+    """The part of a block with its halo that goes back for a message: an index, or a function that sums entries."""
     pieces = _in_order(m)
     if pieces is None:
         return lambda g: _sum(g, m.pieces, m.length, d)
@@ -81,14 +81,14 @@ def returning(m: Message, d: int) -> Any:
 
 
 def one_index(ranges: Sequence[tuple[int, int]], d: int) -> tuple[Any, ...]:
-    """Consecutive ranges of a dimension as one index: a slice if it is one range."""
+    """Ranges of a dimension, one after the other, as one index: a slice if there is one range."""
     if len(ranges) == 1:
         return along(d, *ranges[0])
     return (*(slice(None),) * d, np.concatenate([np.arange(start, stop) for start, stop in ranges]))
 
 
 def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
-    """Add what came back of a message to the entries that the block gave to it."""
+    """Add the part that came back for a message to the entries that the block sent in it."""
     at = 0
     for start, stop in m.ranges:
         out[along(d, start, stop)] += part[along(d, at, at + stop - start)]
@@ -98,8 +98,8 @@ def add_ranges(out: Any, m: Message, part: Any, d: int) -> None:
 class ResultBuffer(NamedTuple):
     """The buffer of the result of an exchange.
 
-    shape: of the result; window: the place of the block in it. ahead: the number of entries of the result before those
-    of the block, if the block is contiguous in it and only the halo is written; else None.
+    shape: of the result; window: the index of the block in it. ahead: the number of entries of the result before the
+    block, if the block is contiguous in it and only the halo has to be written; else None.
     """
 
     shape: Shape
@@ -107,8 +107,8 @@ class ResultBuffer(NamedTuple):
     ahead: int | None
 
     def place(self, x: Any, borrowed: bool) -> tuple[Any, Any]:
-        """A buffer with the block in its place, and the result: the memory around the block, if that is free and nobody
-        writes to the block."""
+        """A buffer that holds the block at its place, and the result. It extends the block in its own memory, if there
+        is room and nobody writes to the block."""
         if type(x) is np.ndarray and prod(self.shape) * x.itemsize <= COPIED:
             buffer = np.empty(self.shape, x.dtype)
             buffer[self.window] = x
@@ -128,8 +128,8 @@ class ResultBuffer(NamedTuple):
 
 
 def entries_ahead(shape: Shape, window: Sequence[slice], moving: Sequence[int]) -> int | None:
-    """`ResultBuffer.ahead` for a block that is continued in the dimensions `moving`. None for several of them: later
-    ones send parts of the buffer, which another result may reuse."""
+    """`ResultBuffer.ahead` for a block that is extended along the dimensions `moving`. None for several dimensions: the
+    later ones send parts of the buffer, which another result may reuse."""
     if len(moving) != 1 or prod(shape[: moving[0]]) != 1:
         return None
     d = moving[0]
@@ -152,9 +152,10 @@ def agree_along(function: str, part: Shape, block: Shape, d: int, m: Message, li
 class FillHalo(Combine):
     """A block, with its neighbours' entries along one dimension around it.
 
-    function: named by errors. d: the dimension; length: of the result in it. gaps: places of zeros. own: places of the
-    block's own pieces; takes: of what comes from others. buffer: for the result of all dimensions, and window: the part
-    that is filled now; None where the block is not all in the result, and each dimension makes a new array.
+    function: named by errors. d: the dimension; length: of the result along it. gaps: places of zeros. own: places of
+    the block's own pieces. received: the messages of others, by source, with the places of their pieces. buffer: for
+    the result of all dimensions; window: its part that this dimension fills. Both are None if the result does not have
+    the whole block: then each dimension creates a new array.
     """
 
     function: str
@@ -162,27 +163,27 @@ class FillHalo(Combine):
     length: int
     gaps: tuple[Any, ...]
     own: tuple[Place, ...]
-    takes: tuple[tuple[int, Message, tuple[Place, ...]], ...]
+    received: tuple[tuple[int, Message, tuple[Place, ...]], ...]
     buffer: ResultBuffer | None
     window: tuple[slice, ...] | None
     in_place: bool = False
     parallel: ClassVar[bool] = True
 
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
-        for s, m, _ in self.takes:
+        for s, m, _ in self.received:
             agree_along(self.function, shapes[s], plan.shape, self.d, m, plan.group, s)
         shape = (*plan.shape[: self.d], self.length, *plan.shape[self.d + 1 :])
 
         def make(x: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
             out, whole = begun or self.begin(plan, x)
-            for s, _, places in self.takes:
+            for s, _, places in self.received:
                 _fill(out, blocks[s], places, self.d)
             return read_only(whole)
 
         return make, shape
 
     def begin(self, plan: Plan, x: Any, borrowed: bool = False) -> Any:
-        """The array that is filled now, and the result, with the entries of the block itself."""
+        """The array to fill and the result, with the entries of the block in place."""
         if self.buffer is None:
             out = whole = empty((*x.shape[: self.d], self.length, *x.shape[self.d + 1 :]), x)
         else:
@@ -202,7 +203,7 @@ class FillHalo(Combine):
         if buffer is None or prod(buffer.shape) * plan.dtype.itemsize > COPIED:
             return None
         pieces = [(None, *place) for place in self.own]
-        pieces += [(s, *place) for s, _, places in self.takes for place in places]
+        pieces += [(s, *place) for s, _, places in self.received for place in places]
         if any(_length(of[d]) != _length(to[d]) for _, to, of, _ in pieces):  # of "edge" one entry is repeated
             return None
         at_once = joiner(buffer.shape, plan.dtype, [buffer.window, *self.gaps, *(to for _, to, _, _ in pieces)])
@@ -218,41 +219,41 @@ class FillHalo(Combine):
         return lambda x, blocks: at_once([x, *zeros_there, *parts(x, blocks)])
 
     def __str__(self) -> str:
-        sources = ", ".join(str(s) for s, _, _ in self.takes)
+        sources = ", ".join(str(s) for s, _, _ in self.received)
         return f"length {self.length} in dimension {self.d}: the block" + f", and parts from {sources}" * bool(sources)
 
 
 @dataclass(frozen=True, eq=False)
 class HaloPlans(Plans):
-    """The plans of an exchange, one for each dimension in which the block goes on. buffer: see `FillHalo`."""
+    """The plans of an exchange, one per dimension along which the block is extended. buffer: see `FillHalo`."""
 
     buffer: ResultBuffer | None
 
 
 @dataclass(frozen=True)
 class AddHalo(Combine):
-    """A block with a halo along one dimension, without it: its own pieces are added up, and what comes back is added to
-    them.
+    """A block with a halo along one dimension, without that halo: the sum of its own pieces and of the parts that come
+    back.
 
-    function: named by errors. d: the dimension; size: of the block in it. own: the pieces of the block. sends: the
-    messages that come back, by member.
+    function: named by errors. d: the dimension; size: of the block along it. own: the block's own pieces.
+    sent_messages: by member, the messages that the exchange sent, whose cotangents come back.
     """
 
     function: str
     d: int
     size: int
     own: tuple[Piece, ...]
-    sends: Mapping[int, Message]
+    sent_messages: Mapping[int, Message]
     parallel: ClassVar[bool] = True
 
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
         block = (*plan.shape[: self.d], self.size, *plan.shape[self.d + 1 :])
-        for t, m in self.sends.items():
+        for t, m in self.sent_messages.items():
             agree_along(self.function, shapes[t], block, self.d, m, plan.group, t)
 
         def make(g: Any, blocks: Sequence[Any], fresh: bool = True, begun: Any = None) -> Any:
             out = self.begin(plan, g) if begun is None else begun
-            for t, m in self.sends.items():  # in the order of the workers
+            for t, m in self.sent_messages.items():  # in the order of the workers
                 add_ranges(out, m, blocks[t], self.d)
             return read_only(out)
 
@@ -266,5 +267,5 @@ class AddHalo(Combine):
         return _sum(g, self.own, self.size, self.d, fresh)
 
     def __str__(self) -> str:
-        sources = ", ".join(map(str, self.sends))
+        sources = ", ".join(map(str, self.sent_messages))
         return f"length {self.size} in dimension {self.d}: the block" + f", parts from {sources} added" * bool(sources)

@@ -1,4 +1,4 @@
-"""Halos as integers, one dimension at a time: which entries of which blocks each block gets, and where they go."""
+"""Halos as integers, one dimension at a time: the entries that each block gets, from which blocks, and their places."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from spmd.transport.call import Group, Shape
 
 __all__ = [
     "BOUNDARIES",
-    "HaloPlan",
+    "HaloPieces",
     "Message",
     "Pair",
     "Piece",
     "along",
-    "halo_plan",
+    "halo_pieces",
     "lengths_before",
     "near_size",
     "trimmed",
@@ -30,8 +30,10 @@ BOUNDARIES = ("none", "zero", "periodic", "reflect", "edge")
 
 
 class Piece(NamedTuple):
-    """Entries start:stop of block `source`, which stand at place `at` of the result: from the last to the first where
-    flipped; a single entry may stand there `repeat` times."""
+    """Entries start:stop of block `source`, at place `at` of the result.
+
+    flipped: they stand there in reverse. repeat: how often a single entry stands there.
+    """
 
     source: int
     start: int
@@ -46,9 +48,11 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one block gives to another: ranges of its entries, each once and one after the other, and where the pieces
-    stand that are taken from them. Of a block's own pieces start and stop count within the block, else within the
-    message."""
+    """Entries that one block sends to another.
+
+    ranges: of entries of the sending block, each entry once, in order. pieces: parts of the message and their places in
+    the result; start and stop count within the message, or for a block's own pieces within the block.
+    """
 
     ranges: tuple[Pair, ...]
     pieces: tuple[Piece, ...]
@@ -59,11 +63,11 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HaloPlan:
-    """What every block of a dimension gets from the others.
+class HaloPieces:
+    """The pieces of all results along one dimension.
 
-    sizes: the lengths of the blocks; lengths: those of the results. pieces: for each result what it is put together
-    of, in the order of their places; what they leave out is zero.
+    sizes: the lengths of the blocks; lengths: those of the results. pieces: of each result, in the order of their
+    places; entries that no piece fills are zero.
     """
 
     sizes: tuple[int, ...]
@@ -72,7 +76,7 @@ class HaloPlan:
 
     @cached_property
     def messages(self) -> dict[Pair, Message]:
-        """By source and target; those of a block to itself are its own pieces."""
+        """By source and target. A block's message to itself has its own pieces."""
         by_pair: dict[Pair, list[Piece]] = {}
         for target, pieces in enumerate(self.pieces):
             for p in pieces:
@@ -83,22 +87,22 @@ class HaloPlan:
         }
 
     @cached_property
-    def sends(self) -> tuple[dict[int, Message], ...]:
-        """For each block its messages to others, by target."""
+    def outgoing(self) -> tuple[dict[int, Message], ...]:
+        """Per block: the messages that it sends, by target."""
         return tuple({t: m for (s, t), m in self.messages.items() if s == k != t} for k in range(len(self.sizes)))
 
     @cached_property
-    def takes(self) -> tuple[dict[int, Message], ...]:
-        """For each block the messages that come for it, by source."""
+    def incoming(self) -> tuple[dict[int, Message], ...]:
+        """Per block: the messages that it receives, by source."""
         return tuple({s: m for (s, t), m in self.messages.items() if t == k != s} for k in range(len(self.sizes)))
 
     @cached_property
     def moves(self) -> bool:
-        """Whether any block gets something from another."""
-        return any(self.sends)
+        """Whether any block receives entries of another."""
+        return any(self.outgoing)
 
     def own(self, k: int) -> tuple[Piece, ...]:
-        """The pieces that block k gives to itself."""
+        """The pieces of result k that are entries of block k."""
         message = self.messages.get((k, k))
         return message.pieces if message else ()
 
@@ -109,7 +113,7 @@ class HaloPlan:
 
     @cached_property
     def gaps(self) -> tuple[tuple[Pair, ...], ...]:
-        """For each result the ranges that no piece fills: zeros."""
+        """Per result: the ranges that no piece fills, which are zero."""
         gaps_by_block = []
         for pieces, length in zip(self.pieces, self.lengths, strict=True):
             ends = (0, *(p.at + p.length for p in pieces))
@@ -119,7 +123,7 @@ class HaloPlan:
 
 
 def _packed(pieces: list[Piece]) -> Message:
-    """The message that holds what these pieces need of a block, each entry once."""
+    """The message with the entries that these pieces need of a block, each once."""
     ranges: list[list[int]] = []
     for start, stop in sorted((p.start, p.stop) for p in pieces):
         if ranges and start <= ranges[-1][1]:
@@ -136,7 +140,7 @@ def _packed(pieces: list[Piece]) -> Message:
 
 
 class _Run(NamedTuple):
-    """Entries start:stop of the whole dimension, and where they stand: as in `Piece`."""
+    """Entries start:stop of the whole dimension, and their place in the result: as `Piece`."""
 
     start: int
     stop: int
@@ -146,31 +150,31 @@ class _Run(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def halo_plan(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -> HaloPlan:
-    """The plan of one dimension.
+def halo_pieces(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -> HaloPieces:
+    """The pieces of all results along one dimension.
 
-    sizes: the lengths of its blocks. widths: (low, high) of each block, how far its result reaches below and above
-    the block; a negative width trims. boundary: what stands beyond the ends of the array: see `halo_exchange`.
+    sizes: the lengths of its blocks. widths: (low, high) of each block, by which its result extends below and above
+    the block; a negative width trims. boundary: the entries beyond the ends of the array; see `halo_exchange`.
 
     The result of a block at [start, stop) is the box [start - low, stop + high) of the array, continued at its ends.
-    Raises LayoutError where more is trimmed than is there, and where an array without entries is to be continued.
+    Raises LayoutError if widths trim more than the block has, or an array without entries is to be continued.
     """
     at, n = offsets(sizes), sum(sizes)
     lengths, pieces = [], []
     for k, (low, high) in enumerate(widths):
         start, stop = at[k] - low, at[k + 1] + high
         if stop < start:
-            raise trimmed("halo_plan", k, sizes[k], (low, high))
+            raise trimmed("halo_pieces", k, sizes[k], (low, high))
         if boundary == "none":
             start, stop = (min(max(end, 0), n) for end in (start, stop))
         lengths.append(stop - start)
         runs = _runs(start, stop, n, boundary)
         pieces.append(tuple(piece for run in runs for piece in _owned(run, at)))
-    return HaloPlan(sizes, tuple(lengths), tuple(pieces))
+    return HaloPieces(sizes, tuple(lengths), tuple(pieces))
 
 
 def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
-    """What stands at start:stop of an array of length n that is continued at its ends."""
+    """The entries start:stop of an array of length n that is continued at its ends."""
     if 0 <= start <= stop <= n or boundary in ("none", "zero"):
         a, b = max(start, 0), min(stop, n)
         if a < b:
@@ -208,7 +212,7 @@ def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
 
 
 def _owned(run: _Run, at: Sequence[int]) -> list[Piece]:
-    """A run cut at the ends of the blocks, which begin at `at`; in the order of their places."""
+    """A run cut at the ends of the blocks, which begin at `at`: pieces in the order of their places."""
     pieces = []
     k = bisect_right(at, run.start) - 1
     while k < len(at) - 1 and at[k] < run.stop:
@@ -223,8 +227,10 @@ def _owned(run: _Run, at: Sequence[int]) -> list[Piece]:
 def lengths_before(
     lengths: tuple[int, ...], widths: tuple[Pair, ...], boundary: str, parts: Sequence[int]
 ) -> tuple[int, ...]:
-    """The sizes of the blocks whose results have these lengths. With "none" they do not say it all: balanced blocks
-    are tried first, then such as halos do not reach across."""
+    """The sizes of the blocks whose results have these lengths.
+
+    With boundary "none" several sizes may fit: balanced blocks come first, then blocks that no halo reaches across.
+    """
     if boundary != "none":
         return tuple(n - low - high for n, (low, high) in zip(lengths, widths, strict=True))
     total, count = sum(lengths), len(lengths)
@@ -234,7 +240,7 @@ def lengths_before(
     near = tuple(near_size(lengths[k], widths[k], boundary, k, count) for k in range(count))
     for sizes in (*guesses, near):
         fit = min(sizes) >= 0 and all(n + low + high >= 0 for n, (low, high) in zip(sizes, widths, strict=True))
-        if fit and halo_plan(sizes, widths, boundary).lengths == lengths:
+        if fit and halo_pieces(sizes, widths, boundary).lengths == lengths:
             return sizes
     raise LayoutError.at(
         "spmd.halo_accumulate",
@@ -246,7 +252,7 @@ def lengths_before(
 
 
 def near_size(length: int, widths: Pair, boundary: str, k: int, blocks: int) -> int:
-    """The size of block k before its halo, if halos end within the next block."""
+    """The size of block k without its halo, if halos end within the next block."""
     low, high = widths
     ends = boundary == "none"
     low, high = min(low, 0) if ends and k == 0 else low, min(high, 0) if ends and k == blocks - 1 else high
@@ -269,7 +275,7 @@ def along(d: int, start: int, stop: int | None) -> tuple[slice, ...]:
 
 
 class Dimension(NamedTuple):
-    """One dimension as a worker sees it: the workers along it, the widths of all their blocks, the boundary."""
+    """One dimension of a worker: the workers along it, the widths of all their blocks, and the boundary."""
 
     line: Group
     pairs: tuple[Pair, ...]
@@ -277,7 +283,7 @@ class Dimension(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether this worker exchanges nothing here: there is one block, or halos only trim."""
+        """Whether this worker exchanges nothing along it: there is one block, or halos only trim."""
         return self.line.size == 1 or all(low <= 0 and high <= 0 for low, high in self.pairs)
 
     @property
@@ -307,7 +313,7 @@ def dimensions_of(
 
 
 def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
-    """Of a group along `axes` those that differ from the one at `place` along `names` only."""
+    """The members of a group along `axes` that differ from the one at `place` along `names` only."""
     strides, stride = {}, 1
     for name, n in zip(reversed(axes), reversed(sides), strict=True):
         strides[name] = (stride, n)
@@ -322,45 +328,48 @@ def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names
 
 
 def whole_piece(pieces: Sequence[Piece], length: int) -> Piece | None:
-    """A piece that is the whole block or message, unflipped, if there is one."""
+    """A piece that is the whole block or message, not flipped, if there is one."""
     return next((p for p in pieces if p[1:3] == (0, length) and p.length == length and not p.flipped), None)
 
 
 class Stage(NamedTuple):
-    """The plan of a dimension, the place of this worker's block in it, and the workers along it."""
+    """The exchange along one dimension.
+
+    line: the workers along it. pieces: of their results. k: the place of this worker's block.
+    """
 
     line: Group
-    plan: HaloPlan
+    pieces: HaloPieces
     k: int
 
     @property
     def idle(self) -> bool:
-        """Whether all blocks stay as they are."""
-        return not self.plan.moves and self.plan.keeps(self.k)
+        """Whether no entry moves, and this worker's result is its block."""
+        return not self.pieces.moves and self.pieces.keeps(self.k)
 
     @property
     def length(self) -> int:
-        return self.plan.lengths[self.k]
+        return self.pieces.lengths[self.k]
 
     @property
     def place(self) -> int | None:
-        """Where the block is in its result; None if it is not all there."""
-        size = self.plan.sizes[self.k]
+        """The place of the block in its result; None if the result does not have all of it."""
+        size = self.pieces.sizes[self.k]
         if size == 0:
             return 0
-        whole = whole_piece(self.plan.own(self.k), size)
+        whole = whole_piece(self.pieces.own(self.k), size)
         return whole.at if whole else None
 
 
 def stages_of(
     dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
 ) -> list[Stage]:
-    """The plans for a block of this shape. sizes: the lengths of all blocks of a dimension, where they matter. nothing:
-    whether an array of length 0 may be continued, as zeros."""
+    """The stages for a block of this shape. sizes: per dimension the lengths of all blocks, where they matter. nothing:
+    whether an array of length 0 may be continued, with zeros."""
     stages = []
     for dim, n, all_lengths in zip(dimensions, block, sizes, strict=True):
         lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (all_lengths, dim.pairs, dim.line.index)
         assert lengths is not None
         boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
-        stages.append(Stage(dim.line, halo_plan(lengths, pairs, boundary), k))
+        stages.append(Stage(dim.line, halo_pieces(lengths, pairs, boundary), k))
     return stages

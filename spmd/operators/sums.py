@@ -1,4 +1,4 @@
-"""The pair behind data parallelism: the sum over workers, and its adjoint, which moves nothing."""
+"""The sum over workers and its adjoint, which moves nothing: the pair of data parallelism."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.autodiff.tape import Future
+from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array
 from spmd.mesh import here
 from spmd.operators.base import Collective, Operator
-from spmd.operators.gradient_buckets import LEAF, OwedSums
+from spmd.operators.gradient_buckets import DeferredSums
 from spmd.operators.memo import interned
 from spmd.state import INVARIANT
 from spmd.transport.call import Group, Shape
@@ -22,8 +22,8 @@ __all__ = ["Sum", "Vary", "reduce_to_all", "unmoved"]
 def unmoved(
     op: Collective, group: Group, shape: Shape, dtype: np.dtype, part: Any = ..., fill: Shape | None = None
 ) -> Plan:
-    """The plan of an operator that moves nothing: the new block is a part of the own one; zeros of a shape, if that is
-    given."""
+    """The plan of an operator that moves nothing: the result is a part of this worker's block, or zeros of shape `fill`
+    if that is given."""
     me = group.index
     parts = tuple(part if k == me and fill is None else None for k in range(group.size))
     return Plan("none", group, shape, dtype, parts, Forward(me if fill is None else None, fill or ()), lambda _: op)
@@ -45,13 +45,13 @@ class Vary(Operator):
     def H(self) -> Operator:
         return interned(Sum, self.axes)
 
-    def owe(self, shared: dict, g) -> Future | None:
+    def defer(self, sweep_state: dict, g: Any, leaf: Node) -> Future | None:
         if type(g) is Array:
             return None
-        sums = shared.get(Vary)
+        sums = sweep_state.get(DeferredSums)
         if sums is None:
-            sums = shared[Vary] = OwedSums(here("spmd.psum"))
-        return sums.owe(self.axes, g, shared[LEAF].place)
+            sums = sweep_state[DeferredSums] = DeferredSums(here("spmd.psum"))
+        return sums.add(self.axes, g, leaf.place)
 
 
 def reduce_to_all(op: Collective, group: Group, shape: Shape, dtype: np.dtype, how: str = "sum") -> Plan:

@@ -1,10 +1,10 @@
-"""Transports: collectives on contiguous buffers, called alike by all workers of a group.
+"""Transports: collectives on contiguous buffers, which all workers of a group call.
 
-A worker holds a `Comm`. Each verb starts a collective and returns a `Handle`; `wait()` gives the result. All members of
-a group start the same verbs in the same order; the `Call` that travels with each lets them check that. Shapes travel
-too, so nobody needs to know the others' blocks beforehand.
+A worker has a `Comm`. Each verb starts a collective and returns a `Handle`; `wait()` returns the result. All members of
+a group start the same verbs in the same order. Each verb sends its `Call`, so members can check that, and the shapes,
+so no member needs to know the blocks of others beforehand.
 
-Sums are taken in the order of the group's members: the same inputs always give the same bits.
+Sums are computed in the order of the group's members: the same inputs always give the same bits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Comm", "Transport", "checks_are_on"]
 
 
 def checks_are_on() -> bool:
-    """Whether headers are exchanged, waits are watched, and replicas are compared: not with SPMD_CHECK=0."""
+    """Whether optional headers, the watchdog and the comparison of replicas are on: not with SPMD_CHECK=0."""
     return setting("SPMD_CHECK")
 
 
 class Comm(ABC):
-    """One worker's view of a transport. Whole blocks are C-contiguous, parts of them may have any strides. Received
-    ones are read-only; where workers share memory they are views of what was sent, unless that is borrowed.
+    """One worker's view of a transport. Whole blocks are C-contiguous; parts may have any strides. Received blocks are
+    read-only. If workers share memory, they are views of the sent blocks, unless those are borrowed.
 
     The public verbs count their cost, in messages and bytes that this worker sends; engines implement the protected
     ones. The cost is that of the usual algorithm, the same in every transport.
@@ -38,11 +38,11 @@ class Comm(ABC):
 
     worker: int
     number: int = 0
-    """The collectives so far. It is part of what members of a group compare: so workers that use two groups in another
-    order are found, although each rendezvous by itself looks right."""
+    """The number of collectives so far. Members of a group compare it, which detects workers that use two groups in
+    another order, although each rendezvous by itself looks right."""
 
     def run(self, plan: Plan | NeedsShapes, call: Call, x: Any) -> Handle:
-        """Run a plan for a block: the result is the new block, and the operator bound to the shapes that came.
+        """Run a plan for a block. The result is the new block, and the operator bound to the received shapes.
 
         Every member of the group runs its own plan of the same kind. The cost is the plan's.
         """
@@ -55,7 +55,7 @@ class Comm(ABC):
         return self._run(plan, call, x)
 
     def _count_plan(self, plan: Plan, x: Any) -> None:
-        """Count what is really sent of a block: `plan.cost` has to be that."""
+        """Count the bytes that are really sent: `plan.cost` must be the same."""
         if LEDGERS.get():
             reduces = plan.kind == "all_reduce"
             cost = _all_reduce_cost(plan.group, x) if reduces else _parts_cost(plan.group, plan.sends(x))
@@ -71,7 +71,7 @@ class Comm(ABC):
         if kind == "broadcast":
             own_block = x if group.index == plan.root else None
             return Mapped(self._broadcast(group, call, own_block, plan.root), plan.with_bound)
-        own = x if plan.combine.uses_block else None  # who receives a block may be the only one who has it
+        own = x if plan.combine.uses_block else None  # a receiver may then hold the only reference to a block
         if kind == "reduce":
             handle = self._reduce(group, call, x, plan.root)
             if group.index == plan.root:
@@ -96,8 +96,8 @@ class Comm(ABC):
         return Chained(steps())
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> Callable[[Any, np.ndarray, RunPlan], Any] | None:
-        """A faster way to run a plan for further calls of the same line with such blocks; None if there is none. It
-        takes the general way as an argument, for when others bring other blocks."""
+        """A faster way to run a plan in later calls of the same line with such blocks, or None. It gets the general way
+        as an argument, in case the blocks of others have changed."""
         return None
 
     def given(self, x: Any) -> Any:
@@ -111,7 +111,7 @@ class Comm(ABC):
     def all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str = "sum") -> Handle:
         """The entrywise sum (max, min) of all members' blocks of one shape, on every member.
 
-        Cost: 2 (n - 1) messages; every chunk but the own one goes out, the reduced own chunk goes to all others.
+        Cost: 2 (n - 1) messages; each member sends every chunk but its own, then its reduced chunk to all others.
         """
         if LEDGERS.get():
             self._count("all_reduce", *_all_reduce_cost(group, x))
@@ -120,7 +120,7 @@ class Comm(ABC):
     def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool] = ()) -> Handle:
         """The sums of several blocks of one dtype in one collective; the result is a list.
 
-        spare: for each block whether nobody else has it, so that its sum may be written over it.
+        spare: for each block, whether this call has the only reference, so that its sum may overwrite it.
         """
         if LEDGERS.get():
             self._count("all_reduce", *_all_reduce_cost(group, *xs))
@@ -223,9 +223,9 @@ class Transport(ABC):
 
     @abstractmethod
     def threads(self) -> int:
-        """The threads that libraries use within each worker: the same for all, so that all get the same bits. The first
-        call is collective; a run makes it."""
+        """The threads that libraries use in each worker: the same number for all, so that all get the same bits. The
+        first call is collective; a run makes it."""
 
     @abstractmethod
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
-        """Small JSON values, one per worker held here, made known to all processes."""
+        """Send small JSON values, one per worker held here, to all processes."""

@@ -413,7 +413,7 @@ class _First(Sum):
 
 
 class _Overwritten(Vary):
-    """Its adjoint takes one cotangent in place of their sum, but where the sum is owed to a leaf."""
+    """Its adjoint takes one cotangent in place of their sum, but where the sum for a leaf is deferred."""
 
     @property
     def H(self) -> Operator:
@@ -421,7 +421,7 @@ class _Overwritten(Vary):
 
 
 class _AlwaysOverwritten(_Overwritten):
-    def owe(self, shared, g):
+    def defer(self, sweep_state, g, leaf):
         return None
 
 

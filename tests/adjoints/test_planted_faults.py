@@ -147,8 +147,8 @@ def planted(op: Operator, spoil: Spoil) -> Operator:
         def H(self):
             return spoilt(super().H, spoil)
 
-        def owe(self, shared, g):
-            return None  # else the sums owed to leaves pass the adjoint by
+        def defer(self, sweep_state, g, leaf):
+            return None  # else the sums for leaves are deferred, and do not use the adjoint
 
     return _made(_Planted, op)
 

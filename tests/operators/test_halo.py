@@ -29,7 +29,7 @@ from spmd.mesh import here
 from spmd.operators import halo, halo_geometry
 from spmd.operators import halo_geometry as planner
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_geometry import BOUNDARIES, halo_plan
+from spmd.operators.halo_geometry import BOUNDARIES, halo_pieces
 from spmd.testing import check_adjoint
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -211,7 +211,7 @@ def by_messages(plan) -> list[np.ndarray]:
 
 
 def check_plan(sizes, widths, boundary) -> None:
-    plan = halo_plan(tuple(sizes), tuple(widths), boundary)
+    plan = halo_pieces(tuple(sizes), tuple(widths), boundary)
     want = indices(sizes, widths, boundary)
     assert list(plan.lengths) == [len(w) for w in want]
     for found in (expanded(plan), by_messages(plan)):
@@ -240,7 +240,7 @@ def test_plan(data, boundary):
 
 def test_a_block_may_leave_its_own_entries_behind():
     """Where it is trimmed on one side by as much as the halo is wide on the other."""
-    plan = halo_plan((1, 2), ((1, -1), (2, -2)), "zero")
+    plan = halo_pieces((1, 2), ((1, -1), (2, -2)), "zero")
     assert plan.lengths == plan.sizes
     assert [plan.keeps(k) for k in range(2)] == [False, False]
     assert [len(pieces) for pieces in plan.pieces] == [0, 1]
@@ -251,31 +251,31 @@ def test_a_block_may_leave_its_own_entries_behind():
 
 
 def test_a_plan_reads_well():
-    plan = halo_plan((3, 0, 2), ((1, 1), (0, 0), (1, 1)), "reflect")
+    plan = halo_pieces((3, 0, 2), ((1, 1), (0, 0), (1, 1)), "reflect")
     assert [[tuple(p) for p in pieces] for pieces in plan.pieces] == [
         [(0, 1, 2, 0, True, 1), (0, 0, 3, 1, False, 1), (2, 0, 1, 4, False, 1)],
         [],
         [(0, 2, 3, 0, False, 1), (2, 0, 2, 1, False, 1), (2, 0, 1, 3, True, 1)],
     ]
     assert plan.lengths == (5, 0, 4)
-    assert [sorted(s) for s in plan.sends] == [[2], [], [0]]
+    assert [sorted(s) for s in plan.outgoing] == [[2], [], [0]]
 
 
 def test_windows_of_distdl_reach_the_owners_that_they_need():
-    plan = halo_plan((4, 4, 3), ((0, 2), (2, 2), (2, 0)), "none")  # n=11, kernel 5, padding 2
+    plan = halo_pieces((4, 4, 3), ((0, 2), (2, 2), (2, 0)), "none")  # n=11, kernel 5, padding 2
     assert plan.lengths == (6, 8, 5)
-    assert [sorted(s) for s in plan.sends] == [[1], [0, 2], [1]]
+    assert [sorted(s) for s in plan.outgoing] == [[1], [0, 2], [1]]
     widths = ((0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0))  # n=20, kernel 2, stride 2
-    plan = halo_plan((4, 4, 3, 3, 3, 3), widths, "none")
+    plan = halo_pieces((4, 4, 3, 3, 3, 3), widths, "none")
     assert plan.lengths == (4, 4, 4, 4, 2, 2)
-    assert [sorted(s) for s in plan.sends] == [[], [], [], [2], [3], [4]]
+    assert [sorted(s) for s in plan.outgoing] == [[], [], [], [2], [3], [4]]
 
 
 def test_an_entry_travels_once_however_often_it_is_needed():
-    plan = halo_plan((2, 2), ((6, 6), (6, 6)), "periodic")
+    plan = halo_pieces((2, 2), ((6, 6), (6, 6)), "periodic")
     assert plan.messages[0, 1].ranges == ((0, 2),)
     assert len(plan.messages[0, 1].pieces) == 6 // 2 + 1
-    plan = halo_plan((3, 3), ((0, 0), (9, 0)), "edge")
+    plan = halo_pieces((3, 3), ((0, 0), (9, 0)), "edge")
     assert plan.messages[0, 1].ranges == ((0, 3),)
 
 
@@ -926,13 +926,13 @@ def test_a_planner_that_is_wrong_is_found(monkeypatch):
     problem = Problem({"x": 2}, Layout((9,), P("x"), {"x": 2}), (((2, 2), (2, 2)),), ("reflect",), "f8", 0, None)
     check_problem(problem, "lockstep")
     monkeypatch.setattr(planner, "_runs", without_ends)
-    halo_plan.cache_clear()
+    halo_pieces.cache_clear()
     try:
         check_pair(problem)
         with pytest.raises(AssertionError):
             check_problem(problem, "lockstep")
     finally:
-        halo_plan.cache_clear()
+        halo_pieces.cache_clear()
 
 
 # Under mpiexec

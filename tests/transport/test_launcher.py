@@ -223,7 +223,7 @@ def test_a_process_has_told_what_it_waits_in_once_it_has_written_that():
         one, other = boards
         one.publish()
         assert other.have_published([0])
-        one.enter(one.rendezvous_of(7, (0, 1)), Call("psum", ("x",), np.dtype(float), (3,)))
+        one.enter(one.rendezvous_count(7, (0, 1)), Call("psum", ("x",), np.dtype(float), (3,)))
         one.start_waiting(1)
         assert not other.have_published([0, 1])
         one.publish()

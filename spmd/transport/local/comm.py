@@ -34,34 +34,34 @@ class LocalComm(Participant):
         return Waiting(self, self.execution.post(self, group, call, payload, finish), take)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Any]) -> list[Any]:
-        """Send each member the shape of what it will receive (None: nothing); the shapes that this one will receive."""
+        """Send each member the shape of the block that it will receive, or None; returns the shapes for this worker."""
         return self._meet(group, call, list(shapes), lambda m: [p[group.index] for p in m.contributions]).wait()
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self._meet(group, call, call.shape, lambda m: list(m.contributions))
 
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
-        """The last to come makes all results, so nobody needs the others' blocks afterwards."""
+        """The last worker to come computes all results, so blocks are not needed afterwards."""
         group, borrowed = plan.group, call.borrowed
         if plan.combine.parallel:
             return super()._run(plan, call, x)
         if borrowed and plan.hands_over:
-            x, borrowed = copied(x), False  # others keep it
+            x, borrowed = copied(x), False  # others keep the block
 
         def take(m: Rendezvous) -> Any:
             result = m.result[group.index]
             if type(result) is Failed:
                 raise own_error(result.error)
-            m.result[group.index] = None  # so that this may be the only name of what it takes
+            m.result[group.index] = None  # the worker may then hold the only reference
             return result
 
         return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
 
-    def _results(self, group: Group, brought: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
+    def _results(self, group: Group, contributions: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
         """The results of all members, from their plans and blocks."""
-        plans, xs, borrowed = (list(of_all) for of_all in zip(*brought, strict=True))
+        plans, xs, borrowed = (list(column) for column in zip(*contributions, strict=True))
         fresh = any(borrowed)
-        brought.clear()
+        contributions.clear()
         if plans[0].same:
             completions = [plan.complete([x.shape for x in xs]) for plan in plans]
             make = completions[0].make
@@ -74,7 +74,7 @@ class LocalComm(Participant):
             try:
                 completion = plan.complete([None if b is None else b.shape for b in blocks])
                 sizes.append(prod(completion.shape) * plan.dtype.itemsize)
-                tasks.append(partial(_tried, completion, xs[k], blocks, fresh))
+                tasks.append(partial(_result_or_error, completion, xs[k], blocks, fresh))
             except Exception as error:
                 sizes.append(0)
                 tasks.append(partial(Failed, error.with_traceback(None)))
@@ -85,16 +85,16 @@ class LocalComm(Participant):
         return self.execution.make(group, nbytes, lambda: split_work.call_each(tasks, sizes))
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: np.ndarray) -> Handle:
-        """In one rendezvous: the last to come determines what each sends."""
+        """In one rendezvous: the last worker to come determines the parts that each sends."""
         group = needs.group
 
         def parts_for(shapes: Sequence[Shape]) -> tuple[Plan, dict[int, np.ndarray]]:
             plan = needs.plan(shapes)
             return plan, _parts(group, call, plan.sends(x)) if plan.kind != "none" else {}
 
-        def finish(brought: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]) -> list[Any]:
-            shapes, makers = zip(*brought, strict=True)
-            brought.clear()  # they keep the blocks alive
+        def finish(contributions: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]) -> list[Any]:
+            shapes, makers = zip(*contributions, strict=True)
+            contributions.clear()  # they keep the blocks alive
             return [parts_of(shapes) for parts_of in makers]
 
         def take(m: Rendezvous) -> Any:
@@ -106,7 +106,7 @@ class LocalComm(Participant):
             if plan.kind == "none":
                 blocks: list[Any] = [part_of(x, part) for part in plan.parts]
             else:
-                received = _taken(group, [parts for _, parts in m.result])
+                received = _take_parts(group, [parts for _, parts in m.result])
                 blocks = [received.get(k) for k in range(group.size)]
             return plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed) if call.borrowed else None)
 
@@ -122,16 +122,16 @@ class LocalComm(Participant):
         return self._meet(group, call, read_only(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
-        """Sums are written over blocks of the first or the second worker that can be spared."""
+        """A sum overwrites a spare block of the first or the second worker, if there is one."""
 
-        def finish(brought: list[tuple[Sequence[np.ndarray], Sequence[bool]]]):
+        def finish(contributions: list[tuple[Sequence[np.ndarray], Sequence[bool]]]):
             def total(k: int) -> np.ndarray:
-                blocks = [xs[k] for xs, _ in brought]
-                into = next((x for x, (_, spare) in zip(blocks[:2], brought, strict=False) if spare[k]), None)
+                blocks = [xs[k] for xs, _ in contributions]
+                into = next((x for x, (_, spare) in zip(blocks[:2], contributions, strict=False) if spare[k]), None)
                 return read_only(kernels.of(blocks[0]).combine(blocks, into=into))
 
             totals = self.execution.make(group, nbytes, lambda: [total(k) for k in range(count)])
-            brought.clear()  # free the blocks: the handle may live long
+            contributions.clear()  # free the blocks: the handle may live long
             return totals
 
         count, nbytes = len(xs), sum(x.nbytes for x in xs)
@@ -151,8 +151,8 @@ class LocalComm(Participant):
         return self._meet(group, call, handed_out, lambda m: [p[group.index] for p in m.contributions])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
-        brought = None if x is None else handed(call, x)
-        return self._meet(group, call, brought, lambda m: m.contributions[root])
+        own_block = None if x is None else handed(call, x)
+        return self._meet(group, call, own_block, lambda m: m.contributions[root])
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         def finish(xs: list[np.ndarray]) -> np.ndarray:
@@ -167,7 +167,7 @@ class LocalComm(Participant):
         return self._meet(group, call, read_only(x), take, finish)
 
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        return self._meet(group, call, _parts(group, call, sends), lambda m: _taken(group, m.contributions))
+        return self._meet(group, call, _parts(group, call, sends), lambda m: _take_parts(group, m.contributions))
 
 
 class Failed(NamedTuple):
@@ -176,7 +176,7 @@ class Failed(NamedTuple):
     error: Exception
 
 
-def _tried(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool) -> Any:
+def _result_or_error(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool) -> Any:
     """A member's result: the new block and the bound operator, or its error."""
     try:
         return completion.make(x, blocks, fresh), completion.bound
@@ -185,12 +185,12 @@ def _tried(completion: Completion, x: np.ndarray, blocks: list[Any], fresh: bool
 
 
 def _parts(group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """What a member sends, copied where it is borrowed: receivers may keep it."""
+    """The parts that a member sends, copied if the block is borrowed: receivers may keep them."""
     return {k: read_only(x) if k == group.index else handed(call, x) for k, x in sends.items()}
 
 
-def _taken(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
-    """What all members send this one, removed from their contributions, so that this is the only reference."""
+def _take_parts(group: Group, parts: Sequence[dict[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    """The parts for this member, removed from the contributions, so that it holds the only references."""
     return {k: p.pop(group.index) for k, p in enumerate(parts) if group.index in p}
 
 

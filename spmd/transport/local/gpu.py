@@ -1,7 +1,8 @@
-"""Virtual workers whose blocks lie on GPUs: rendezvous as in `local`, with the streams in order.
+"""Virtual workers whose blocks are on GPUs: the rendezvous of `local`, with ordered streams.
 
-Each worker records an event after its contribution. The last one to come lets its stream wait for all of them, computes
-the result, and records another event, which everyone's stream waits for. The host never waits.
+Each worker records an event after its contribution. The stream of the last worker to come waits for all of these
+events. That worker computes the result and records another event, for which the other streams wait. The host never
+waits.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from spmd.transport.plan import NeedsShapes, Plan
 __all__ = ["DeviceComm"]
 
 
-class Brought(NamedTuple):
-    """A worker's contribution, and the event after it; no event without device arrays."""
+class Contribution(NamedTuple):
+    """A worker's contribution, and the event recorded after it: None without device arrays."""
 
     payload: Any
     place: Place
     event: Any
 
 
-class Made(NamedTuple):
-    """The result of the last worker, its place, and the event after it."""
+class CombinedResult(NamedTuple):
+    """The result, the place of the worker that computed it, and the event recorded after it."""
 
     result: Any
     place: Place
     event: Any
 
 
-class Purse:
-    """Arrays of others in a list or a dict, borrowed when they are taken out."""
+class BorrowedArrays:
+    """A list or dict of other workers' arrays, borrowed when they are read."""
 
     __slots__ = ("borrow", "inner")
 
@@ -63,8 +64,8 @@ class Purse:
         return len(self.inner)
 
 
-class _Seen:
-    """A rendezvous as one worker sees it."""
+class RendezvousView:
+    """The contributions and the result of a rendezvous, borrowed by one worker."""
 
     __slots__ = ("contributions", "result")
 
@@ -73,8 +74,8 @@ class _Seen:
         self.result = result
 
 
-class Arriving(Waiting):
-    """A handle that makes this worker's stream the current one again: others may have run in this thread."""
+class StreamWaiting(Waiting):
+    """A handle that restores this worker's current stream: other workers may have run in this thread."""
 
     __slots__ = ()
 
@@ -87,7 +88,7 @@ class Arriving(Waiting):
 
 
 class DeviceComm(LocalComm):
-    """A virtual worker's `Comm`. place: its device and stream; callers: those of the caller of the map, by device."""
+    """A virtual worker's `Comm`. place: its device and stream. callers: gives the caller's place on a device."""
 
     def __init__(self, run: Run, worker: int, place: Place, callers: Callable[[int], Place]):
         super().__init__(run, worker)
@@ -98,7 +99,7 @@ class DeviceComm(LocalComm):
         return self.place.borrow(x, self.caller)
 
     def returned(self, x: Any) -> Any:
-        """What the body gives to the caller."""
+        """A result of the body, borrowed by the caller."""
         return self.caller.borrow(x, self.place)
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Rendezvous], Any], finish=None) -> Handle:
@@ -106,55 +107,55 @@ class DeviceComm(LocalComm):
             return super()._meet(group, call, payload, take, finish)
         place = self.place
 
-        def view(m: list[Brought]) -> Purse:
-            return Purse(m, lambda b: self._open(b.payload, b.place))
+        def view(contributions: list[Contribution]) -> BorrowedArrays:
+            return BorrowedArrays(contributions, lambda b: self._borrow(b.payload, b.place))
 
-        def complete(all_brought: list[Brought]) -> Made:
-            events = [b.event for b in all_brought if b.event is not None]
-            for b in all_brought:
+        def complete(contributions: list[Contribution]) -> CombinedResult:
+            events = [b.event for b in contributions if b.event is not None]
+            for b in contributions:
                 if b.event is not None and b.place != place:
                     place.stream.wait_event(b.event)
-            result = finish(view(all_brought)) if finish is not None else None
-            return Made(result, place, place.mark() if events else None)
+            result = finish(view(contributions)) if finish is not None else None
+            return CombinedResult(result, place, place.mark() if events else None)
 
-        def taken(m: Rendezvous) -> Any:
+        def take_on_device(rendezvous: Rendezvous) -> Any:
             place.enter()
-            combined: Made = m.result
+            combined: CombinedResult = rendezvous.result
             if combined.event is not None and combined.place != place:
                 place.stream.wait_event(combined.event)
             result = combined.result if combined.place == place else place.borrow(combined.result, combined.place)
-            return take(_Seen(view(m.contributions), result))  # type: ignore[arg-type]
+            return take(RendezvousView(view(rendezvous.contributions), result))  # type: ignore[arg-type]
 
-        own = Brought(payload, place, place.mark() if _has_arrays(payload) else None)
-        return Arriving(self, self.execution.post(self, group, call, own, complete), taken)
+        own = Contribution(payload, place, place.mark() if _has_arrays(payload) else None)
+        return StreamWaiting(self, self.execution.post(self, group, call, own, complete), take_on_device)
 
     def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
-        """Each worker makes its new block on its own device."""
+        """Each worker creates its new block on its own device."""
         return Comm._run(self, plan, call, x)
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
-        """In two rendezvous: what is sent belongs to this worker's stream."""
+        """In two rendezvous: the parts to send are ordered on this worker's stream."""
         return Comm._run_with_shapes(self, needs, call, x)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
-        """No block is written over: streams may still read it."""
+        """No sum overwrites a block: streams may still read it."""
 
         def finish(all_xs: list[Sequence[Any]]) -> list[Any]:
-            return [read_only(kernels.of(one[0]).combine(one)) for one in zip(*all_xs, strict=True)]
+            return [read_only(kernels.of(blocks[0]).combine(blocks)) for blocks in zip(*all_xs, strict=True)]
 
         return self._meet(group, call, [read_only(x) for x in xs], lambda m: m.result, finish)
 
     def _reduce(self, group: Group, call: Call, x: Any, root: int) -> Handle:
-        """The root makes the sum on its own device."""
+        """The root computes the sum on its own device."""
 
         def take(m: Rendezvous) -> Any:
             return read_only(kernels.of(x).combine(list(m.contributions))) if group.index == root else None
 
         return self._meet(group, call, read_only(x) if group.index == root else handed(call, x), take)
 
-    def _open(self, x: Any, home: Place) -> Any:
+    def _borrow(self, x: Any, home: Place) -> Any:
         if isinstance(x, list | dict):
-            return Purse(x, lambda y: self._open(y, home))
+            return BorrowedArrays(x, lambda y: self._borrow(y, home))
         return x if home == self.place else self.place.borrow(x, home)
 
 

@@ -20,7 +20,7 @@ from spmd.transport.local.rendezvous import Participant, Rendezvous, RepeatedRen
 
 
 def _no_frames_of_optree() -> None:
-    """Raise where a worker would wait inside optree's C++ code, which does not survive a switch of greenlets."""
+    """Raise if a worker would wait inside optree's C++ code, which does not support a switch of greenlets."""
     optree = sys.modules.get("optree.ops")
     if optree is None:
         return
@@ -46,14 +46,14 @@ def _greenlets() -> tuple[Callable[[], Any], type]:
 
 
 class LockstepRun(Run):
-    """Workers take turns in the calling thread; each runs until it has to wait. All but the last start in greenlets;
-    the last one runs in the caller itself, because starting a greenlet takes longer than a collective.
+    """Workers take turns in the calling thread. Each runs until it has to wait. All but the last start in greenlets.
+    The last one runs in the caller itself, because starting a greenlet takes longer than a collective.
 
     quiet: no worker is expected to wait. Then the caller runs one after the other, and starts greenlets only while one
     waits.
 
-    hub: the caller's greenlet, which continues where nobody is ready. own: the worker that it runs; others: the
-    greenlets of others. fresh: workers that have not started; context: of which each gets a copy.
+    hub: the caller's greenlet, which continues if no worker is ready. own: the worker that it runs; others: the
+    greenlets of other workers. fresh: workers that have not started. context: copied for each worker.
     """
 
     def __init__(self, size: int, describe: Callable[[int], str], quiet: bool = False):
@@ -75,7 +75,7 @@ class LockstepRun(Run):
         self.hub, self.context, self.body = self.current(), contextvars.copy_context(), body
         fresh, workers = self.fresh, self.others
         fresh.extend(self.comms)
-        scope = split_work.SplitScope(usable_cores)  # one worker runs at a time: the other cores help it
+        scope = split_work.SplitScope(usable_cores)  # one worker runs at a time, on all cores
         started = time.perf_counter()
         try:
             with scope, scope:

@@ -1,4 +1,4 @@
-"""Rendezvous of virtual workers: what each brings, who waits, and the result."""
+"""Rendezvous of virtual workers: their contributions, the waiting workers, and the result."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Participant", "Rendezvous", "RepeatedRendezvous", "Run", "Waiting", 
 class RepeatedRendezvous:
     """A rendezvous of members that repeat their calls.
 
-    members: the plans of those who have come, by place; missing: how many are to come; waiters: whom to wake. number,
-    clock: the collectives before it, as in a `Rendezvous`; count: those of the group. done: nobody has to wait. blocks:
-    the contributions, then the results; None if the members fall back to the verbs.
+    members: the plans of the members that have come, by place. missing: how many have not come. waiters: those to wake.
+    number, clock: the collectives before it, as in a `Rendezvous`; count: those of the group. done: whether no member
+    has to wait. blocks: the contributions, then the results; None if the members fall back to the verbs.
     """
 
     __slots__ = ("blocks", "clock", "count", "done", "members", "missing", "number", "waiters")
@@ -39,7 +39,7 @@ class RepeatedRendezvous:
 
 
 class Rendezvous:
-    """One collective of one group: who has come, with what, and the result."""
+    """One collective of one group: the calls and contributions of the members that have come, and the result."""
 
     __slots__ = ("calls", "clock", "contributions", "done", "error", "group", "missing", "numbers", "result", "waiters")
 
@@ -57,7 +57,7 @@ class Rendezvous:
 
 
 class Participant(Comm):
-    """What a run knows of a virtual worker.
+    """The state of a virtual worker in a run.
 
     counts: the collectives of each group so far. last: the latest call. waiting: the rendezvous that it waits for.
     """
@@ -113,11 +113,11 @@ def own_error(error: Exception) -> Exception:
 class Run:
     """One execution of all workers. Schedulers define how a worker waits and how it is woken.
 
-    A worker's clock counts the collectives before it, its own and its partners'. So what a worker does at one clock
-    never depends on what others do at later clocks.
+    A worker's clock is the number of collectives in the longest chain before it, through its own and its partners'. So
+    a worker at one clock never depends on what others do at later clocks.
 
-    limit: the clock past which nobody needs to go: that of the first error, -1 when all are to stop. repeated: the open
-    rendezvous of repeated plans, by group; None where there are none.
+    limit: the clock at which workers stop: that of the first error, or -1 to stop at once. repeated: the open
+    rendezvous of repeated plans, by group; None if the scheduler has none.
     """
 
     repeated: dict[str, RepeatedRendezvous] | None = None
@@ -139,7 +139,7 @@ class Run:
         raise NotImplementedError
 
     def wake(self, rendezvous: Any) -> None:
-        """Wake those that wait for the rendezvous."""
+        """Wake the workers that wait for the rendezvous."""
         raise NotImplementedError
 
     def stop(self) -> None:
@@ -158,7 +158,7 @@ class Run:
 
     def _fail(self, comm: Participant, error: BaseException) -> None:
         if self.limit < 0:
-            return  # errors while being stopped say nothing new
+            return  # errors of a worker that is being stopped are not reported
         self.errors.append((comm.clock, comm.worker, error))
         if isinstance(error, Exception):
             self.limit = min(self.limit, comm.clock)
@@ -166,7 +166,7 @@ class Run:
             self.stop()
 
     def stalled(self) -> None:
-        """All remaining workers wait: for some that failed, or in a deadlock. Needs the lock."""
+        """Stop all workers: all that remain wait, for failed workers or in a deadlock. Needs the lock."""
         if self.limit >= 0:
             if not self.errors:
                 self.errors.append((0, 0, deadlock(self._waits())))
@@ -181,11 +181,11 @@ class Run:
         self.wake(rendezvous)
 
     def make(self, group: Group, nbytes: int, make: Callable[[], Any]) -> Any:
-        """make(), run by one worker for its group; the result has so many bytes."""
+        """make(), which one worker runs for its group. nbytes: of the result."""
         return make() if nbytes < split_work.SPLIT_MIN else split_work.call_for_all(make, group.size / self.size)
 
     def post(self, comm: Participant, group: Group, call: Call, payload: Any, finish) -> Rendezvous:
-        """Join the group's rendezvous with a call and its payload; the last to come completes it."""
+        """Join the group's rendezvous with a call and its payload. The last worker to come completes it."""
         rendezvous, last = self.enter(comm, group, call, payload)
         if last:
             self._complete(rendezvous, finish)
@@ -196,7 +196,9 @@ class Run:
         """The group's rendezvous, and whether this worker is the last to come."""
         if self.repeated:
             repeated = self.repeated.get(group.key)
-            if repeated is not None and repeated.count <= comm.counts.get(group.key, 0):  # else they are only ahead
+            if repeated is not None and repeated.count <= comm.counts.get(
+                group.key, 0
+            ):  # else its members are ahead of this worker
                 self.fall_back(group.key)
         comm.clock += 1
         comm.number += 1
@@ -222,7 +224,7 @@ class Run:
         return rendezvous, True
 
     def _complete(self, rendezvous: Rendezvous, finish: Callable[[list[Any]], Any] | None) -> None:
-        """Check that all made the same call, and compute the shared result. Errors become everyone's."""
+        """Check that all calls are the same, and compute the shared result. All members raise an error of it."""
         try:
             calls, size = rendezvous.calls, rendezvous.group.size
             first = calls[0]
@@ -241,7 +243,7 @@ class Run:
         rendezvous.done = True
 
     def _compare(self, rendezvous: Rendezvous) -> None:
-        """Raise MismatchError where calls differ, or come in a different order."""
+        """Raise MismatchError if calls differ, or come in a different order."""
         first, number = rendezvous.calls[0], rendezvous.numbers[0]
         for place, call in enumerate(rendezvous.calls):
             if rendezvous.numbers[place] != number or (call is not first and call.key != first.key):
@@ -249,14 +251,16 @@ class Run:
                 raise mismatch(Side.of(who[0], first, number), Side.of(who[1], call, rendezvous.numbers[place]))
 
     def _waits(self) -> list[str]:
-        """What each worker waits for, and who has left."""
+        """Lines for a report: per worker, the call in which it waits and for whom, or that it has left."""
         lines = []
-        for comm in self.comms[:_SHOWN]:
+        for comm in self.comms[:_WORKERS_SHOWN]:
             who, call, rendezvous = self.describe(comm.worker), comm.last, comm.waiting
             if rendezvous is not None:
                 call = rendezvous.calls[rendezvous.group.members.index(comm.worker)]
                 absent = [m for m, c in zip(rendezvous.group.members, rendezvous.calls, strict=True) if c is None]
-                names = ", ".join(self.describe(m) for m in absent[:_SHOWN]) + ", ..." * (len(absent) > _SHOWN)
+                names = ", ".join(self.describe(m) for m in absent[:_WORKERS_SHOWN]) + ", ..." * (
+                    len(absent) > _WORKERS_SHOWN
+                )
                 lines.append(f"{who} waits in {call} for {names}")
             elif call is not None:
                 lines.append(f"{who} has left the map; the last it called was {call}")
@@ -264,11 +268,11 @@ class Run:
                 lines.append(f"{who} has left the map and called nothing")
             if call is not None:
                 lines.append(f"  {call.source}")
-        more = len(self.comms) - _SHOWN
+        more = len(self.comms) - _WORKERS_SHOWN
         return [*lines, f"and {more} more"] if more > 0 else lines
 
     def close(self) -> None:
-        """Release everything: workers refer to their run, and errors to its frames."""
+        """Drop references: workers refer to their run, and errors to its frames."""
         self.comms = []
         self.results = {}
         self.errors = []
@@ -279,7 +283,7 @@ class Run:
         """The results, or the first error: first by the clock, then by worker."""
         errors, self.errors = self.errors, []
         if not errors:
-            self._ended_alike()
+            self._check_numbers()
             return Outcome(dict(sorted(self.results.items())), seconds, self.switches, shared)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
@@ -291,8 +295,8 @@ class Run:
         finally:
             del error, errors, urgent
 
-    def _ended_alike(self) -> None:
-        """Raise where workers made different numbers of collectives."""
+    def _check_numbers(self) -> None:
+        """Raise if workers have called different numbers of collectives."""
         first = self.comms[0] if self.comms else None
         for comm in self.comms:
             if first is not None and comm.number != first.number:
@@ -303,7 +307,7 @@ class Run:
         return Side(self.describe(comm.worker), "the end of the map", after, comm.number)
 
     def _note(self, errors: list[tuple[int, int, BaseException]]) -> None:
-        """Note on the first error who raised it, and what others raised at the same clock."""
+        """Add a note to the first error: its worker, and the errors of others at the same clock."""
         clock, worker, error = errors[0]
         text = _text(error)
         others = [(w, _text(e)) for c, w, e in errors[1:] if c == clock]
@@ -313,8 +317,8 @@ class Run:
         raised_by(error, "\n".join(lines))
 
 
-_SHOWN = 16
-"""Workers that a report shows one by one."""
+_WORKERS_SHOWN = 16
+"""The most workers that a report lists."""
 
 
 def _text(error: BaseException) -> str:

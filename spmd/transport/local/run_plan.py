@@ -108,7 +108,7 @@ class RepeatedPlan:
         return own
 
     def _skips_retry(self) -> bool:
-        """Whether to use the verbs at once after many misses: the others have no repeated plan."""
+        """Whether to use the verbs at once, after many misses: the others have no repeated plan."""
         self.misses += 1
         return self.misses % _RETRY_INTERVAL != 0
 
@@ -120,7 +120,7 @@ class RepeatedPlan:
         return all(m.shape[d] == n for m, n in zip(members, lengths, strict=True))
 
     def _complete(self, rendezvous: RepeatedRendezvous, workers: int) -> bool:
-        """Make the results of all members. False where the verbs have to check, or to raise an error."""
+        """Compute the results of all members. False if the verbs must check the calls, or raise an error."""
         members = tuple(rendezvous.members)
         try:
             make = self.makers.get(members)
@@ -130,7 +130,7 @@ class RepeatedPlan:
                 if not all(m._holds_for(members) for m in members):
                     return False
                 make = _makers(members, workers)
-                for m in members:  # any of them may be the last next time
+                for m in members:  # any of them may come last next time
                     if len(m.makers) >= _MAKERS_MAX:
                         m.makers.clear()
                     m.makers[members] = make
@@ -141,7 +141,7 @@ class RepeatedPlan:
 
 
 def _makers(members: tuple[RepeatedPlan, ...], workers: int) -> _Makers:
-    """A function that makes the results of all members from all blocks. workers: the number of all workers."""
+    """A function from the blocks of all members to their results. workers: the number of all workers."""
     large = any(m.large for m in members)
     make, share = _member_makers(members, large), len(members) / workers
     if not large or members[0].plan.combine.parallel:
@@ -155,36 +155,38 @@ def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
     if plans[0].same:
         first, _, bound = completions[0]
 
-        def alike(blocks: list[Any]) -> list[Any]:
+        def one_result(blocks: list[Any]) -> list[Any]:
             return [(first(blocks[0], blocks), bound)] * size
 
-        return alike
-    comes = [[(s, m.plan.parts[k]) for s, m in enumerate(members) if m.plan.parts[k] is not None] for k in range(size)]
+        return one_result
+    incoming = [
+        [(s, m.plan.parts[k]) for s, m in enumerate(members) if m.plan.parts[k] is not None] for k in range(size)
+    ]
 
     # Per member, the member whose whole block is its result, if there is one: nothing is copied.
     forwarded = [
         f[0] if f and plans[f[0]].parts[k] is ... else None for k, f in enumerate(p.forwards_from for p in plans)
     ]
 
-    def one(blocks: list[Any], k: int) -> tuple[Any, Any]:
+    def result_of(blocks: list[Any], k: int) -> tuple[Any, Any]:
         (make, _, bound), source = completions[k], forwarded[k]
         if source is not None:
             return blocks[source], bound
         parts: list[Any] = [None] * size
-        for s, part in comes[k]:
+        for s, part in incoming[k]:
             parts[s] = blocks[s] if part is ... else blocks[s][part]
         return make(blocks[k], parts), bound
 
-    def each(blocks: list[Any]) -> list[Any]:
-        return [one(blocks, k) for k in range(size)]
+    def in_order(blocks: list[Any]) -> list[Any]:
+        return [result_of(blocks, k) for k in range(size)]
 
     sizes: list[int] = []  # of the results, once they are known
 
-    def together(blocks: list[Any]) -> list[Any]:
+    def in_parallel(blocks: list[Any]) -> list[Any]:
         if sizes:
-            return split_work.call_each([partial(one, blocks, k) for k in range(size)], sizes)
-        results = each(blocks)
-        sizes[:] = [y.nbytes for y, _ in results]  # at once: maps of other threads may learn them too
+            return split_work.call_each([partial(result_of, blocks, k) for k in range(size)], sizes)
+        results = in_order(blocks)
+        sizes[:] = [y.nbytes for y, _ in results]  # in one assignment: maps of other threads may do this too
         return results
 
-    return together if large else each
+    return in_parallel if large else in_order

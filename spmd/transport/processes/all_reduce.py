@@ -1,4 +1,5 @@
-"""Sums over processes, added here in the order of the members: MPI and gloo do not guarantee an order."""
+"""All-reduces over processes. Blocks are combined here, in the order of the members, which MPI and gloo do not
+guarantee."""
 
 from __future__ import annotations
 
@@ -20,15 +21,17 @@ from spmd.transport.processes.channel import bytes_of, pieces
 __all__ = ["AllReduceComm"]
 
 _SEPARATE_MIN = 1 << 18
-"""Bytes from which a block of several is sent by itself; smaller ones are packed together."""
+"""Of several blocks, those of at least this many bytes are sent separately; smaller ones are packed together."""
 _WHOLE_MAX = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time instead of two."""
 
 
 def _overwrite(to: np.ndarray, x: np.ndarray) -> None:
-    """Copy x into memory that another process has read. Between cores that share no cache, each cache line must first
-    be fetched back, which takes up to 18 times as long as the copy; stores past the caches avoid that. They need Numba,
-    which is not imported for this."""
+    """Copy x into memory that another process has read.
+
+    Between cores that share no cache, each cache line must first be fetched back, which takes up to 18 times as long as
+    the copy. Nontemporal stores avoid that. They are used only where Numba is imported already.
+    """
     if not ("numba" in sys.modules and nontemporal.possible(to.nbytes) and nontemporal.copy(to, x)):
         put(to, x)
 
@@ -39,21 +42,22 @@ class AllReduceComm(HeaderComm):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
             return Done(read_only(x))
-        return self._agreed_sum(group, call, x, how)
+        return self._announce_and_reduce(group, call, x, how)
 
-    def _agreed_sum(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
+    def _announce_and_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
+        """Exchange headers, which carry small blocks, and combine the blocks of all members."""
         if self.transport.checks:
             limit = self.inline_limit(call, x)
             incoming, inline = self._send_header(group, call, x.shape, x, limit)
             if inline and self._all_inline(incoming, group, [x.nbytes] * group.size, limit):
-                return self._sum_of(
+                return self._reduce_readable(
                     group, call, incoming.block_views(x, group.rows, group.index, [x.shape] * group.size), how
                 )
-        return self._reduce_blocks(group, call, x, how)
+        return self._reduce_by_messages(group, call, x, how)
 
-    def _sum_of(self, group: Group, call: Call, blocks: Sequence[np.ndarray], how: str) -> Handle:
-        """The sum of the blocks of all members, all readable here. Of more than two members each adds up one part, and
-        reads the parts of the others."""
+    def _reduce_readable(self, group: Group, call: Call, blocks: Sequence[np.ndarray], how: str) -> Handle:
+        """Combine the blocks of all members, all readable here. Of more than two members, each combines one part and
+        reads the other parts."""
         n, me = group.size, group.index
         x = blocks[me]
         if n == 2 or x.nbytes <= _WHOLE_MAX:
@@ -76,35 +80,37 @@ class AllReduceComm(HeaderComm):
             self._messages(group, sends, receives), (sends, buffer), lambda: read_only_buffer(buffer, total)
         )
 
-    def _reduce_blocks(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
-        """The sum of blocks of equal shapes, by messages."""
+    def _reduce_by_messages(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
+        """Combine blocks of equal shapes, sent as messages."""
         channel, n = self.transport.channel(group.members), group.size
         send = bytes_of(x)
         if n == 2:  # Whole blocks are as many bytes as two chunks, in one message time.
             other = 1 - group.index
             receive = self.empty_buffer(x.nbytes, call, x)
 
-            def of_two() -> np.ndarray:
+            def combine_two() -> np.ndarray:
                 received = receive.view(x.dtype).reshape(x.shape)
                 return read_only_buffer(
                     receive, kernels.of(x).combine([x, received] if other else [received, x], how, received)
                 )
 
             self.synchronize()
-            return self._pending(channel.exchange({other: send}, {other: receive}), (send, receive), of_two)
+            return self._pending(channel.exchange({other: send}, {other: receive}), (send, receive), combine_two)
         if x.nbytes <= _WHOLE_MAX:
             blocks = self.empty_buffer(n * x.nbytes, call, x).reshape(n, x.nbytes)
 
-            def small() -> np.ndarray:
+            def combine_blocks() -> np.ndarray:
                 return read_only(kernels.of(x).combine([b.view(x.dtype).reshape(x.shape) for b in blocks], how))
 
             self.synchronize()
-            return self._pending(channel.all_gather(send, blocks.reshape(-1), [x.nbytes] * n), (send, blocks), small)
-        sizes, me = [k * x.itemsize for k in block_sizes(x.size, n)], group.index
+            return self._pending(
+                channel.all_gather(send, blocks.reshape(-1), [x.nbytes] * n), (send, blocks), combine_blocks
+            )
+        sizes, me = [size * x.itemsize for size in block_sizes(x.size, n)], group.index
         parts, others = pieces(send, sizes), [k for k in range(n) if k != me]
         chunks = self.empty_buffer((n - 1) * sizes[me], call, x).reshape(n - 1, sizes[me])
 
-        def large() -> np.ndarray:
+        def combine_chunks() -> np.ndarray:
             members_chunks = [c.view(x.dtype) for c in (*chunks[:me], parts[me], *chunks[me:])]
             own_sum = kernels.of(x).combine(members_chunks, how)
             out, send = self.empty_buffer(x.nbytes, call, x), bytes_of(own_sum)
@@ -114,10 +120,11 @@ class AllReduceComm(HeaderComm):
 
         self.synchronize()
         requests = channel.exchange({k: parts[k] for k in others}, dict(zip(others, chunks, strict=True)))
-        return self._pending(requests, (send, chunks), large)
+        return self._pending(requests, (send, chunks), combine_chunks)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
-        """Only blocks in shared memory are written over: others are sent."""
+        """The sum of each block over the members. Small blocks are packed and summed as one. A sum overwrites the
+        blocks only where all members hold theirs in shared memory and all are spare."""
         if group.size == 1 or not xs:
             return Done([read_only(x) for x in xs])
         small = [k for k, x in enumerate(xs) if x.nbytes < _SEPARATE_MIN]
@@ -126,12 +133,16 @@ class AllReduceComm(HeaderComm):
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
         free = [spare[k] for k in large] + [all(spare[k] for k in small)] * bool(small)
-        handles = self._sums(group, call, blocks, free) if large else [self._agreed_sum(group, call, blocks[0], "sum")]
+        handles = (
+            self._sum_each(group, call, blocks, free)
+            if large
+            else [self._announce_and_reduce(group, call, blocks[0], "sum")]
+        )
         large_handles = dict(zip(large, handles, strict=False))
         handle: Handle = handles[-1] if small else Done(None)
         shapes = [x.shape for x in xs]
         ends = offsets([prod(shapes[k]) for k in small])
-        del xs, blocks, handles  # what is packed is not kept
+        del xs, blocks, handles  # free the blocks that were packed
 
         def unpack(total: np.ndarray) -> list[np.ndarray]:
             sums = {k: handle.wait() for k, handle in large_handles.items()}
@@ -142,13 +153,13 @@ class AllReduceComm(HeaderComm):
 
         return Mapped(handle, unpack)
 
-    def _sums(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> list[Handle]:
-        """The sum of each of several blocks, of equal shapes on all members."""
+    def _sum_each(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> list[Handle]:
+        """The sum of each block over the members: read in place if all are in shared memory, else by messages."""
         me, windows, offered = group.index, (), []
         places: list[list[int]] = []
-        """The places of the blocks in each member's shared memory, -1 for a block that is not there."""
+        """Per member: the offsets of its blocks in its shared memory, -1 for a block that is elsewhere."""
         in_place: list[bool] = [False] * len(xs)
-        """Whether a sum is written over the blocks: nobody else has any of them."""
+        """Per block: whether the sum overwrites it, because it is spare on every member."""
         mailbox = shared_memory = None
         if self.transport.checks:
             mailbox = self.transport.channel(group.ordered, call).mailbox
@@ -167,7 +178,7 @@ class AllReduceComm(HeaderComm):
                 all_offers = [
                     b.tolist() for b in incoming.block_views(offers, group.rows, me, [offers.shape] * group.size)
                 ]
-                places = [[offer >> 1 for offer in of] for of in all_offers]
+                places = [[offer >> 1 for offer in offers_of_member] for offers_of_member in all_offers]
                 in_place = [
                     min(offers_of_block) >= 0 and all(offer & 1 for offer in offers_of_block)
                     for offers_of_block in zip(*all_offers, strict=True)
@@ -185,22 +196,23 @@ class AllReduceComm(HeaderComm):
         def sum_of(j: int, x: np.ndarray) -> Handle:
             if in_place[j]:
                 return Done(read_only(x))
-            if not places or min(where[j] for where in places) < 0:
-                return self._reduce_blocks(group, call, x, "sum")
+            if not places or min(places_of_member[j] for places_of_member in places) < 0:
+                return self._reduce_by_messages(group, call, x, "sum")
             if mailbox is not None and group.size > 2:
-                mailbox.keep(offered)  # Others may meet again, for parts of earlier sums, before they read these.
-            return self._sum_of(group, call, blocks_of(j), "sum")
+                # Others may exchange headers for parts of earlier sums before they read these blocks.
+                mailbox.keep(offered)
+            return self._reduce_readable(group, call, blocks_of(j), "sum")
 
         if mailbox is not None and any(in_place):
             mailbox.keep(offered)
-            self._sum_over(group, call, [blocks_of(j) for j, over in enumerate(in_place) if over])
+            self._sum_in_place(group, call, [blocks_of(j) for j, overwrites in enumerate(in_place) if overwrites])
         return [sum_of(j, x) for j, x in enumerate(xs)]
 
-    def _sum_over(self, group: Group, call: Call, sums: Sequence[Sequence[np.ndarray]]) -> None:
-        """Write sums over this member's blocks. Each sum is given by the blocks of all members, all readable here.
+    def _sum_in_place(self, group: Group, call: Call, sums: Sequence[Sequence[np.ndarray]]) -> None:
+        """Overwrite this member's blocks with their sums. sums: per sum, the blocks of all members, all readable here.
 
-        Each member adds up one part of each sum, over that part of its own block, which nobody else reads; when all
-        have done so, it reads the parts of the others.
+        Each member adds one part of each sum and writes it into that part of its own block, which no other member
+        reads. When all have done so, it copies the other parts.
         """
         n, me = group.size, group.index
         flat = [[b.reshape(-1) for b in blocks] for blocks in sums]
@@ -209,7 +221,7 @@ class AllReduceComm(HeaderComm):
             parts = [b[at[me] : at[me + 1]] for b in blocks]
             if me < 2:
                 kernels.of(parts[me]).combine(parts, into=parts[me])
-            else:  # The blocks before are added first, so this one may not be overwritten yet.
+            else:  # The first two blocks are added first, so this one may not be overwritten yet.
                 parts[me][...] = kernels.of(parts[me]).combine(parts)
         self._send_header(group, call, sums[0][me].shape)
         self.number -= 1  # an internal step of this collective

@@ -1,9 +1,9 @@
 """The headers with which every collective between processes begins.
 
-Each member sends each other member a header: what it calls, and the shape of what it is going to send. The movement is
-the same for all collectives, so workers that disagree learn it before any data moves, and receivers learn the sizes of
-what comes. Small blocks travel in the header. Large ones in shared memory (`shared_memory.py`) stay there: the header
-says where, and the receiver reads them before the next header.
+Each member sends every other member a header: its call, and the shape of the block that it will send. All collectives
+exchange headers in the same way, so workers that disagree detect it before any data moves, and receivers know the sizes
+of the blocks to come. Small blocks are sent in the header. Large blocks in shared memory (`shared_memory.py`) stay
+there: the header has their place, and the receiver reads them before the next header.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spmd.transport.processes.status_board import StatusBoard
 __all__ = ["HeaderComm", "Pending", "ProcessGroup", "read_only_buffer"]
 
 _SIDE_NBYTES = 1 << 14
-"""Bytes in which a process describes its call to the others after a mismatch."""
+"""Bytes of the description of a call that a process sends to the others after a mismatch."""
 
 
 class ProcessGroup(Protocol):
-    """What the parts of `ProcessTransport`, which imports them, use of it.
+    """The part of `ProcessTransport` that the modules below it use.
 
     local: the worker of this process. ranks: the processes' numbers in the job, by worker. channels: the open ones, by
-    their members in order. runs, stage: number the maps, and the stages of the job. last: the latest call. pending:
+    their members in order. runs, stage: number the maps, and the stages of the job. last_call: the latest. pending:
     the messages under way.
     """
 
@@ -42,7 +42,7 @@ class ProcessGroup(Protocol):
     checks: bool
     runs: int
     stage: int
-    last: Any
+    last_call: Any
     pending: set[Any]
     status_board: StatusBoard | None
     time_limit: float
@@ -61,13 +61,13 @@ class ProcessGroup(Protocol):
 
 
 def read_only_buffer(buffer: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """A block that lies in a buffer, with both made read-only."""
+    """Make a block and its buffer read-only; returns the block."""
     read_only(buffer)
     return read_only(block)
 
 
 class Pending:
-    """Requests under way, and what to do when they have arrived. Keeps their buffers alive until then."""
+    """Requests under way, and the function to call when they are complete. Keeps their buffers alive until then."""
 
     __slots__ = ("buffers", "call", "finish", "requests", "transport", "value")
 
@@ -76,7 +76,7 @@ class Pending:
         self.buffers = buffers
         self.finish = finish
         self.transport = transport
-        self.call = transport.last
+        self.call = transport.last_call
         self.value: Any = None
         transport.pending.add(self)
 
@@ -91,16 +91,16 @@ class Pending:
 
 
 class _Shaped(NamedTuple):
-    """A block of which only the shape is sent."""
+    """The shape of a block, which is sent without the block."""
 
     shape: Shape
     nbytes: int = 0
 
 
 class HeaderComm(Comm):
-    """A process as it exchanges headers with others.
+    """The exchange of headers by a process.
 
-    early: headers that have arrived already for the verb that is called next.
+    early: headers of the next collective that have arrived already.
     """
 
     def __init__(self, transport: ProcessGroup):
@@ -109,7 +109,7 @@ class HeaderComm(Comm):
         self.early: Headers | None = None
 
     def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
-        """Raise MismatchError, on all members, where the headers that came name another call than this one's."""
+        """Raise MismatchError, on all members, if a received header names another call than this process's."""
         words = channel.incoming.words
         for row in channel.others:
             if words[row][0] != name:
@@ -117,10 +117,10 @@ class HeaderComm(Comm):
                 error = self._mismatch(group, call, names)
                 self.transport.fail(error)
                 raise error
-        self.transport.last = call
+        self.transport.last_call = call
 
     def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
-        """The error: all members know that they disagree, and exchange their calls and source lines."""
+        """The error. All members know that they disagree, and exchange their calls and source lines."""
         channel = self.transport.channel(group.ordered, call)
         own = np.array([Side.of("", call, self.number).packed(_SIDE_NBYTES)], f"S{_SIDE_NBYTES}")
         texts = np.empty(group.size, own.dtype)
@@ -139,30 +139,31 @@ class HeaderComm(Comm):
         return error
 
     def empty_buffer(self, nbytes: int, call: Call, x: Any) -> Any:
-        """Memory for what this worker receives in a collective to which it brings x."""
+        """Memory for the blocks that this worker receives in a collective to which it contributes x."""
         return pool.empty(nbytes, np.uint8)
 
     def synchronize(self) -> None:
-        """Wait until what is to be sent has been computed."""
+        """Wait until the blocks to send are computed."""
 
     def inline_limit(self, call: Call, x: Any) -> int:
-        """Bytes up to which blocks travel in the header, in a collective to which this worker brings x."""
+        """The most bytes of a block that is sent in the header, in a collective to which this worker contributes x."""
         return INLINE_LIMIT
 
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)
 
     def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
-        """Send each member the shape of what it will receive (None: nothing); the shapes that this one will receive.
+        """Send each member the shape of the block that it will receive (None: nothing). Returns the shapes that this
+        worker will receive.
 
-        Raises MismatchError on all members where they call different things.
+        Raises MismatchError on all members if their calls differ.
         """
         blocks = [None if shape is None else _Shaped(shape) for shape in shapes]
         own, (incoming, _) = blocks[group.index], self._send_headers(group, call, blocks.__getitem__, -1)
         return self._shapes_in(incoming, group, None if own is None else own.shape)
 
     def _shapes_in(self, incoming: Headers, group: Group, own_shape: Shape | None) -> list[Shape | None]:
-        """The shapes of what comes from each member; own_shape: of what this one keeps."""
+        """Per member: the shape of the block that it sends to this worker. own_shape: that of its own block."""
         me = group.index
         return [own_shape if k == me else incoming.shape(row) for k, row in enumerate(group.rows)]
 
@@ -179,7 +180,7 @@ class HeaderComm(Comm):
         return channel, call_name(call, transport.runs, self.number), call.needs_grad is not None and call.needs_grad[0]
 
     def _words(self, channel: Channel, call: Call, x: Any, limit: int, needs_grad: bool) -> tuple[bytes, bool]:
-        """The header to the receiver of a block, and whether the block goes with it: in it, or in shared memory."""
+        """The header for the receiver of a block, and whether the block goes with it: inside, or in shared memory."""
         if x is None:
             return pack_header(call.op, None, needs_grad), True
         header = pack_header(call.op, x.shape, needs_grad)
@@ -219,8 +220,8 @@ class HeaderComm(Comm):
     ) -> tuple[Headers, Collection[int]]:
         """Send each member a header of its own, and receive theirs.
 
-        part(k): what member k will receive, None for nothing; it goes with the header as in `_send_header`. The second
-        result lists the members whose parts do not.
+        part(k): the block that member k will receive, or None. It goes with the header as in `_send_header`. The second
+        result lists the members whose blocks do not.
         """
         early, self.early = self.early, None
         if early is not None:
@@ -241,7 +242,7 @@ class HeaderComm(Comm):
         return self.swap(group, call, channel, name, longest), remaining
 
     def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
-        """Send the headers that were written, and receive those of the others: read them before the next call."""
+        """Send the outgoing headers, and receive those of the others, which are valid until the next call."""
         self.transport.swap(channel, nbytes, call)
         self.agree(group, call, channel, name)
         incoming = channel.incoming
@@ -250,7 +251,7 @@ class HeaderComm(Comm):
         return incoming
 
     def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
-        """Check that all call the same; all bring blocks of one shape."""
+        """Check that all members make the same call, with blocks of one shape."""
         if self.transport.checks:
             self._send_header(group, call, x.shape)
 
@@ -268,7 +269,7 @@ class HeaderComm(Comm):
         buffers: Sequence[np.ndarray],
         limit: int,
     ) -> dict[int, np.ndarray]:
-        """Copy what came with the headers into buffers, one for each member; the buffers of the rest."""
+        """Copy the blocks that came with the headers into the buffers of their members. Returns the other buffers."""
         rest = {}
         for k, row in enumerate(group.rows):
             if k == group.index:
@@ -280,7 +281,7 @@ class HeaderComm(Comm):
         return rest
 
     def _messages(self, group: Group, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
-        """Exchange blocks over the channel of the headers: it is open, so members without messages need not come."""
+        """Exchange blocks over the channel of the headers. It is open: members without messages need not call this."""
         rows = group.rows
         by_row = ({rows[k]: x for k, x in blocks.items()} for blocks in (sends, receives))
         return self.transport.channel(group.ordered).exchange(*by_row)

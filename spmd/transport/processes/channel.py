@@ -34,17 +34,17 @@ class Channel(ABC):
     C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
     me, others: the places of this process and of the others. outgoing: the headers to send next; incoming: those that
-    came last. mailbox: carries headers without messages, if there is one. meetings: the rendezvous count of the group.
+    came last. mailbox: carries headers without messages, if there is one. rendezvous_count: that of the group.
     """
 
-    __slots__ = ("incoming", "mailbox", "me", "meetings", "others", "outgoing")
+    __slots__ = ("incoming", "mailbox", "me", "others", "outgoing", "rendezvous_count")
 
     def __init__(self, me: int, size: int):
         self.me = me
         self.others = [k for k in range(size) if k != me]
         self.outgoing, self.incoming = Headers.of(size), Headers.of(size)
         self.mailbox: Mailbox | None = None
-        self.meetings: Any = None
+        self.rendezvous_count: Any = None
 
     def share(self, mailbox: Mailbox | None) -> None:
         """Send headers through this mailbox from now on; None: as messages."""

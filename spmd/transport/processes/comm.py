@@ -1,7 +1,7 @@
-"""The collectives of workers that are processes, whichever library moves the bytes.
+"""The collectives of workers that are processes, for any engine.
 
-Every collective begins with headers (`announce.py`). Small blocks travel in them, large ones are read in shared memory
-if they lie there; all others go as messages.
+Every collective begins with headers (`announce.py`). Small blocks are sent in them. Large blocks in shared memory are
+read there. All others go as messages.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ProcessComm(AllReduceComm):
                 blocks = incoming.block_views(own_part, group.rows, group.index, coming)
                 return Done(read_only(kernels.of(own_part).combine(blocks)))
             coming = [s or () for s in self._shapes_in(incoming, group, own_part.shape)]
-            return Mapped(self._swapped(group, call, parts, coming, incoming, limit, remaining), finish)
-        return Mapped(self._swapped(group, call, parts, [own_part.shape] * group.size), finish)
+            return Mapped(self._finish_all_to_all(group, call, parts, coming, incoming, limit, remaining), finish)
+        return Mapped(self._finish_all_to_all(group, call, parts, [own_part.shape] * group.size), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
@@ -90,22 +90,22 @@ class ProcessComm(AllReduceComm):
         if all_inline:
             own_block = read_only(copied(x) if call.borrowed else x)
             return Done(incoming.inline_blocks(own_block, group.rows, group.index, shapes))
-        return self._gathered(group, call, x, shapes, incoming, inline)
+        return self._finish_all_gather(group, call, x, shapes, incoming, inline)
 
     def _announce_block(self, group: Group, call: Call, x: np.ndarray) -> tuple[Headers, bool, bool, list[Shape]]:
-        """Send all members this block's header: the incoming headers, whether the block went with its header, whether
-        all did, and the shapes of all."""
+        """Send all members this block's header. Returns the incoming headers, whether the block went with its header,
+        whether the blocks of all members did, and their shapes."""
         limit = self.inline_limit(call, x)
         incoming, inline = self._send_header(group, call, x.shape, x, limit)
         shapes = [s or () for s in self._shapes_in(incoming, group, x.shape)]
         all_inline = inline and self._all_inline(incoming, group, [prod(s) * x.itemsize for s in shapes], limit)
         return incoming, inline, all_inline, shapes
 
-    def _gathered(
+    def _finish_all_gather(
         self, group: Group, call: Call, x: np.ndarray, shapes: Sequence[Shape], incoming: Headers, inline: bool
     ) -> Handle:
-        """An all-gather of blocks of known shapes, not all of which came with the headers. inline: whether this one
-        did."""
+        """The rest of an all-gather in which not all blocks came with the headers. inline: whether this worker's block
+        went with its header."""
         counts = [prod(s) * x.itemsize for s in shapes]
         receive, limit = self.empty_buffer(sum(counts), call, x), self.inline_limit(call, x)
         send, me = bytes_of(x), group.index
@@ -127,20 +127,22 @@ class ProcessComm(AllReduceComm):
         incoming, remaining, all_inline, coming = self._announce_parts(group, call, parts)
         if all_inline:
             return Done(incoming.inline_blocks(read_only(parts[group.index]), group.rows, group.index, coming))
-        return self._swapped(group, call, parts, coming, incoming, self.inline_limit(call, parts), remaining, True)
+        return self._finish_all_to_all(
+            group, call, parts, coming, incoming, self.inline_limit(call, parts), remaining, True
+        )
 
     def _announce_parts(
         self, group: Group, call: Call, parts: Sequence[np.ndarray]
     ) -> tuple[Headers, Collection[int], bool, list[Shape]]:
-        """Send each member the header of its part: the incoming headers, the members whose parts did not go with them,
-        whether all parts did, those that come too, and the shapes of what comes."""
+        """Send each member the header of its part. Returns the incoming headers, the members whose parts did not
+        go with their headers, whether all parts did in both directions, and the shapes of the incoming parts."""
         limit = self.inline_limit(call, parts)
         incoming, remaining = self._send_headers(group, call, parts.__getitem__, limit)
         coming = [s or () for s in self._shapes_in(incoming, group, parts[group.index].shape)]
         sizes = [prod(s) * parts[0].itemsize for s in coming]
         return incoming, remaining, not remaining and self._all_inline(incoming, group, sizes, limit), coming
 
-    def _swapped(
+    def _finish_all_to_all(
         self,
         group: Group,
         call: Call,
@@ -151,9 +153,9 @@ class ProcessComm(AllReduceComm):
         remaining: Collection[int] | None = None,
         own: bool = False,
     ) -> Handle:
-        """An all-to-all of parts, of which pieces of these shapes come. remaining: the members whose parts did not go
-        with the headers, None for all. own: whether the result contains the own part; if not, the caller may write over
-        what came."""
+        """The rest of an all-to-all. shapes: of the incoming parts. remaining: the members whose parts did not go with
+        their headers; None: all. own: whether the result contains this worker's part; if not, the caller may overwrite
+        the result."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
         others = [k for k in range(group.size) if k != me]
@@ -274,14 +276,14 @@ class ProcessComm(AllReduceComm):
         return self._pending(requests, (sent, received), finish)
 
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
-        """Blocks that came with the headers are combined from where they lie."""
+        """Blocks that came with the headers are combined without a copy."""
         group, kind = plan.group, plan.kind
         if group.size > 1 and type(x) is np.ndarray:
             if kind == "all_gather":
                 incoming, inline, all_inline, shapes = self._announce_block(group, call, x)
                 if all_inline:
                     return Done(plan.finish(x, incoming.block_views(x, group.rows, group.index, shapes), True))
-                handle = self._gathered(group, call, x, shapes, incoming, inline)
+                handle = self._finish_all_gather(group, call, x, shapes, incoming, inline)
                 return Mapped(handle, lambda blocks: plan.finish(None, blocks))
             if kind == "all_to_all":
                 parts = [*plan.sends(x).values()]
@@ -291,17 +293,17 @@ class ProcessComm(AllReduceComm):
                         plan.finish(x, incoming.block_views(parts[group.index], group.rows, group.index, coming), True)
                     )
                 limit = self.inline_limit(call, parts)
-                handle = self._swapped(group, call, parts, coming, incoming, limit, remaining, True)
+                handle = self._finish_all_to_all(group, call, parts, coming, incoming, limit, remaining, True)
                 return Mapped(handle, lambda blocks: plan.finish(None, blocks))
             if type(plan.combine) is PlaceBoxes and not plan.combine.adds:
-                handle = self._received_in_place(plan, plan.combine, call, x)
+                handle = self._receive_in_place(plan, plan.combine, call, x)
                 if handle is not None:
                     return handle
         return super()._run(plan, call, x)
 
-    def _received_in_place(self, plan: Plan, combine: PlaceBoxes, call: Call, x: np.ndarray) -> Handle | None:
-        """Receive what comes for contiguous boxes directly in the result, and copy the own part meanwhile. None where
-        that does not pay, or boxes overlap."""
+    def _receive_in_place(self, plan: Plan, combine: PlaceBoxes, call: Call, x: np.ndarray) -> Handle | None:
+        """Receive parts for contiguous boxes directly in the result, and copy this worker's part meanwhile. None if the
+        result is small, or boxes overlap."""
         group, me, dtype, sends = plan.group, plan.group.index, plan.dtype, plan.sends(x)
         nbytes = prod(combine.out) * dtype.itemsize
         if len(combine.boxes) < 2 or nbytes <= self.inline_limit(call, sends):

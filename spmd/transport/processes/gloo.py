@@ -1,11 +1,11 @@
-"""Workers that are processes of torch.distributed, such as torchrun starts: no MPI is needed.
+"""Workers that are processes of torch.distributed, as torchrun starts them. No MPI is needed.
 
-Bytes move over gloo connections of this library's own, apart from the messages of the user's process groups, which need
-not exist: of torch.distributed only the store is used, to connect. All movements are sends and receives between two
-processes, straight from and into arrays: gloo's fastest. A tag tells the groups of workers apart.
+Bytes move over gloo connections of this library, separate from those of the user's process groups, which need not
+exist. Of torch.distributed only the store is used, to connect. All movements are sends and receives between two
+processes, directly from and into arrays, which are gloo's fastest. Each group of workers has its own tags.
 
 A process waits inside gloo, which cannot be polled. Meanwhile a thread runs the `Watchdog`, and closes the connections
-where a wait cannot end. After a failure all connect anew.
+if a wait cannot end. After a failure all processes connect anew.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from spmd.transport.processes.status_board import StatusBoard
 from spmd.transport.processes.transport import ProcessTransport, disconnected, start
 from spmd.transport.processes.watchdog import LOOK_INTERVAL, Watchdog, status_board_of_job, time_limit
 
-__all__ = ["TorchChannel", "TorchTransport"]
+__all__ = ["GlooChannel", "GlooTransport"]
 
 _TAGS = (1 << 31) - 1
 _FOREVER = timedelta(days=3650)
-_LEARN_INTERVAL = 1.0
-"""Seconds between readings of the addresses of others, while a process waits for all."""
+_LOOKUP_INTERVAL = 1.0
+"""Seconds between lookups of the addresses of others, while a process waits for all of them."""
 _CONNECT_TIMEOUT = timedelta(minutes=30)
-"""For connecting, which takes milliseconds once all are here; only with SPMD_CHECK=0 it includes that wait."""
+"""For connecting. It takes milliseconds once all processes are here; only with SPMD_CHECK=0 it includes that wait."""
 _FILE_TIMEOUT = timedelta(seconds=10)
-"""For the file of the status board, which takes milliseconds to create: without it time limits still hold."""
+"""For the file of the status board, which takes milliseconds to create. Without it, time limits still hold."""
 
 
 def _tensor(x: np.ndarray) -> torch.Tensor:
-    """Bytes as a tensor on the same memory. torch would warn of read-only ones, which are only ever sent."""
+    """Bytes as a tensor on the same memory. Read-only ones, which are only sent, avoid the warning of from_numpy."""
     if x.flags.writeable:
         return torch.from_numpy(x)
     return torch.frombuffer((ctypes.c_char * x.nbytes).from_address(x.ctypes.data), dtype=torch.uint8)
@@ -66,21 +66,21 @@ class Connections:
 
     def __init__(self, store: Any, rank: int, size: int):
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
-        self.channels: list[TorchChannel] = []
+        self.channels: list[GlooChannel] = []
         """Kept alive: their posted receives write to their headers."""
         self.peers = [r for r in range(size) if r != rank]
         self.tag = digest("nothing ever comes here") % _TAGS
 
-    def cut(self) -> None:
-        """Close all connections, so that waits on them end, here and elsewhere: gloo does that where one receive times
-        out."""
+    def close_all(self) -> None:
+        """Close all connections, so that waits on them end, here and in other processes. gloo closes a connection
+        when a receive times out."""
         for peer in self.peers:
             with suppress(RuntimeError):
                 self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, self.tag).wait(timedelta(milliseconds=1))
 
 
 class Posted(list):
-    """Sends and receives under way, over some connections. closed: why not all of them could be posted."""
+    """Sends and receives under way. closed: the error with which posting stopped, if the connections were closed."""
 
     __slots__ = ("closed", "connections")
 
@@ -96,11 +96,11 @@ class Posted(list):
             self.closed = str(error)
 
 
-class TorchChannel(Channel):
-    """Some processes, by their ranks, and the tag of their messages.
+class GlooChannel(Channel):
+    """A group of processes, by their ranks, and the tags of their messages.
 
     Messages between two processes with one tag arrive in order. Empty blocks are not sent: the receiver knows their
-    size. next: receives the headers of the next rendezvous, which may come while those of this one are read.
+    size. next: the headers of the next rendezvous, which may arrive while those of this one are read.
     """
 
     __slots__ = ("connections", "header_tag", "next", "posted_receive", "ranks", "tag", "tensors")
@@ -147,7 +147,10 @@ class Closed(Exception):
 
 
 class _Wait:
-    """One wait: its thread, the requests, and the error that ends it."""
+    """One wait: its watchdog, thread and requests, and the error that ends it.
+
+    seen: whether the watchdog thread has passed it once: short waits are not looked at.
+    """
 
     __slots__ = ("error", "posted", "seen", "thread", "watchdog")
 
@@ -158,27 +161,27 @@ class _Wait:
         self.error: BaseException | None = None
 
 
-class Watch:
+class WatchdogThread:
     """The thread that runs the watchdog while threads of this process wait in gloo."""
 
     def __init__(self) -> None:
         self.waits: set[_Wait] = set()
         self.lock = threading.Lock()
-        self.hears_signals = False
+        self.receives_signals = False
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.wake_reader.setblocking(False)
         self.wake_writer.setblocking(False)
         if threading.current_thread() is threading.main_thread():
-            # Python announces signals here; it cannot handle them while its main thread waits in gloo.
+            # Python writes signals to this socket; it cannot handle them while its main thread waits in gloo.
             before = signal.set_wakeup_fd(self.wake_writer.fileno(), warn_on_full_buffer=False)
             if before != -1:
                 signal.set_wakeup_fd(before)
             else:
-                self.hears_signals = True
-        threading.Thread(target=self._look, name="spmd-watch", daemon=True).start()
+                self.receives_signals = True
+        threading.Thread(target=self._run, name="spmd-watchdog", daemon=True).start()
 
     def wait(self, watchdog: Watchdog, posted: Posted) -> None:
-        """Wait for requests. Raises what the watchdog finds, or Closed."""
+        """Wait for requests. Raises what `Watchdog.look` raises, or Closed."""
         wait = _Wait(watchdog, posted)
         self.waits.add(wait)
         closed = posted.closed
@@ -196,13 +199,13 @@ class Watch:
         if closed:
             raise Closed(closed)
 
-    def _look(self) -> None:
+    def _run(self) -> None:
         while True:
             interrupted = False
             if select.select([self.wake_reader], [], [], LOOK_INTERVAL)[0]:
                 interrupted = signal.SIGINT in self.wake_reader.recv(4096)
             for wait in list(self.waits):
-                if interrupted and self._hears(wait):
+                if interrupted and self._takes_interrupts(wait):
                     self._end(wait, KeyboardInterrupt())
                 elif wait.seen:
                     try:
@@ -212,8 +215,8 @@ class Watch:
                 wait.seen = True
 
     @staticmethod
-    def _hears(wait: _Wait) -> bool:
-        """Whether Python would raise an interrupt in the thread of this wait."""
+    def _takes_interrupts(wait: _Wait) -> bool:
+        """Whether Python would raise KeyboardInterrupt in the thread of this wait."""
         default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return default and wait.thread is threading.main_thread()
 
@@ -221,33 +224,33 @@ class Watch:
         with self.lock:
             if wait in self.waits and wait.error is None:
                 wait.error = error
-                wait.posted.connections.cut()
+                wait.posted.connections.close_all()
 
 
 @cache
-def _watch() -> Watch:
-    return Watch()
+def _watchdog_thread() -> WatchdogThread:
+    return WatchdogThread()
 
 
-class TorchTransport(ProcessTransport):
+class GlooTransport(ProcessTransport):
     """Processes of a world of torch.distributed, one worker each, in the order of their ranks.
 
-    Making it sends nothing to the others; it asks the store of the world.
+    Creating it sends nothing to the others; it reads the store of the world.
     """
 
     name = "torch"
 
     def __init__(self) -> None:
         self.connections: Connections | None = None
-        self.old: list[Connections] = []
+        self.failed_connections: list[Connections] = []
         self.header_tag: dict[int, int] = {}
         world, _ = _job()
-        self.strangers = [r for r in range(world.size) if r != world.rank]
-        self.learnt = 0.0
+        self.unknown_ranks = [r for r in range(world.size) if r != world.rank]
+        self.last_lookup = 0.0
         super().__init__(world.rank, tuple(range(world.size)), _status_board)
 
     @classmethod
-    def of(cls) -> TorchTransport:
+    def of(cls) -> GlooTransport:
         """The transport of all processes."""
         if cls not in _transports:
             _transports[cls] = cls()
@@ -257,20 +260,20 @@ class TorchTransport(ProcessTransport):
         if self.connections is None:
             self.channel(tuple(range(self.size)), start("a map"))
 
-    def open(self, members: Shape, call: Call) -> TorchChannel:
+    def open(self, members: Shape, call: Call) -> GlooChannel:
         connections = self.connections or self._connected(call)
-        channel = TorchChannel(connections, members, members.index(self.local[0]), digest(members))
+        channel = GlooChannel(connections, members, members.index(self.local[0]), digest(members))
         connections.channels.append(channel)
         return channel
 
     def _connected(self, call: Call) -> Connections:
-        """New connections, which all make together."""
-        name = f"lines of {type(self).__name__} {self.failed}"
-        connections: Connections = self.watched(lambda: _connect(name), call)
-        # All have given up what was under way on the old connections.
+        """New connections. All processes open theirs together."""
+        name = f"connections of {type(self).__name__} {self.failed}"
+        connections: Connections = self.run_under_watchdog(lambda: _connect(name), call)
+        # All processes have abandoned what was under way on the failed connections.
         self.abandoned.clear()
         self.pending.clear()
-        self.old.clear()
+        self.failed_connections.clear()
         self.connections = connections
         return connections
 
@@ -278,37 +281,38 @@ class TorchTransport(ProcessTransport):
         failures = self.failed
         super().fail(error)
         if self.failed != failures and self.connections is not None:
-            self.old.append(self.connections)  # Closing them now might lose messages to others.
+            self.failed_connections.append(self.connections)  # Closing them now might lose messages to others.
             self.connections = None
 
-    def greet(self, others: Sequence[int], number: int, call: Call) -> None:
+    def exchange_addresses(self, others: Sequence[int], number: int, call: Call) -> None:
         self.header_tag[number] = count = self.header_tag.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
-        # The second time says that all were there the first time: whoever comes when the others have given up finds
-        # only what they said then.
+        # The second stage confirms that all processes reached the first. A process that comes after the others have
+        # failed finds only their first stage.
         for stage in "here", "all here":
             store.set(f"{name} {world.rank} {stage}", stage)
             keys = [f"{name} {r} {stage}" for r in others]
-            Watchdog(self, call).until(partial(store.check, keys), partial(self._learn, store, _LEARN_INTERVAL))
-        self._learn(store)
+            Watchdog(self, call).until(
+                partial(store.check, keys), partial(self._read_addresses, store, _LOOKUP_INTERVAL)
+            )
+        self._read_addresses(store)
 
-    def _learn(self, store: Any, every: float = 0.0) -> None:
-        """Read the addresses that other processes have put into the store. every: the least seconds between two
-        readings."""
+    def _read_addresses(self, store: Any, interval: float = 0.0) -> None:
+        """Read the addresses that other processes have put into the store, at most once per `interval` seconds."""
         status_board, now = self.status_board, time.monotonic()
         assert status_board is not None
-        if now < self.learnt + every:
+        if now < self.last_lookup + interval:
             return
-        self.learnt = now
-        for r in self.strangers[:]:
+        self.last_lookup = now
+        for r in self.unknown_ranks[:]:
             key = f"address {r}"
             if store.check([key]):
                 status_board.add_address(r, store.get(key))
-                self.strangers.remove(r)
+                self.unknown_ranks.remove(r)
 
     @staticmethod
-    def has_come(requests: list[Any]) -> bool:
+    def complete_soon(requests: list[Any]) -> bool:
         return not requests and not getattr(requests, "closed", "")
 
     def wait_for(self, requests: list[Any]) -> None:
@@ -319,28 +323,27 @@ class TorchTransport(ProcessTransport):
         except RuntimeError as error:
             closed = str(error)
         if closed:
-            raise disconnected(self.last, closed)
+            raise disconnected(self.last_call, closed)
 
     def watch(self, requests: list[Any], call: Call | None) -> None:
         assert isinstance(requests, Posted)
         watchdog = Watchdog(self, call)
         try:
-            _watch().wait(watchdog, requests)
+            _watchdog_thread().wait(watchdog, requests)
             return
         except Closed as error:
             reason = str(error)
-        # Another process has closed the connection, and may be about to publish why.
+        # Another process has closed the connection, and may publish the reason in a moment.
         watchdog.reason()
         raise disconnected(call, reason)
 
 
-_transports: dict[type, TorchTransport] = {}
+_transports: dict[type, GlooTransport] = {}
 
 
 @cache
 def _job() -> tuple[TorchWorld, Any]:
-    """This process's place among all, and the store that they share: the user's, if torch.distributed is
-    initialised."""
+    """This process's rank and the size of the world, and the store: the user's, if torch.distributed is initialised."""
     world = torch_world()
     if world is None:
         raise TransportError.at(
@@ -360,22 +363,22 @@ def _job() -> tuple[TorchWorld, Any]:
     except TransportError:
         raise
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        raise _unconnected(f"no store of torch.distributed: {error}") from error
+        raise _connection_error(f"no store of torch.distributed: {error}") from error
 
 
 def _store(world: TorchWorld) -> Any:
-    """The store of a world that nobody has initialised. torchrun's is there before its processes. Without torchrun the
-    variables may be left over from another job, whose other processes will never come."""
+    """The store, where the user has not initialised torch.distributed. torchrun opens its store before it starts the
+    processes. Without torchrun, the variables may be left over from another job, whose processes never come."""
     seconds = time_limit() or _CONNECT_TIMEOUT.total_seconds()
-    if world.launched:  # The host that has the store may have ended already.
-        store = _store_within(world, max(seconds, _STORE_TIMEOUT_MIN))
+    if world.launched:  # The process that serves the store may have ended.
+        store = _open_store(world, max(seconds, _STORE_TIMEOUT_MIN))
         store.set_timeout(_CONNECT_TIMEOUT)
         return store
-    notice = threading.Timer(_QUIET_SECONDS, _say_that_it_waits, (world,))
+    notice = threading.Timer(_QUIET_SECONDS, _print_notice, (world,))
     notice.daemon = True
     notice.start()
     try:
-        return _store_within(world, seconds)
+        return _open_store(world, seconds)
     except RuntimeError as error:
         variables, names = leftovers("torch")
         raise TransportError.at(
@@ -390,19 +393,19 @@ def _store(world: TorchWorld) -> Any:
         notice.cancel()
 
 
-def _store_within(world: TorchWorld, seconds: float) -> Any:
-    """The store that the variables of the environment name, within a time."""
+def _open_store(world: TorchWorld, seconds: float) -> Any:
+    """The store that the environment variables name, opened within a time limit."""
     return next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=seconds))))[0]
 
 
 _STORE_TIMEOUT_MIN = 10.0
-"""Seconds that torchrun's store has at least to answer, on a busy machine."""
+"""The least time limit for torchrun's store, in seconds: a busy machine is slow."""
 
 _QUIET_SECONDS = 5.0
-"""Seconds that a process waits for those that its environment speaks of before it says so."""
+"""Seconds for which a process waits for the others of its environment before it prints a notice."""
 
 
-def _say_that_it_waits(world: TorchWorld) -> None:
+def _print_notice(world: TorchWorld) -> None:
     variables, names = leftovers("torch")
     print(
         f"spmd: rank {world.rank} waits for {world.size} processes of torch.distributed, because of {variables} in its "
@@ -413,16 +416,16 @@ def _say_that_it_waits(world: TorchWorld) -> None:
 
 
 def _connect(name: str) -> Connections:
-    """Connect with all others under this name."""
+    """Connect with all other processes, which use the same name."""
     world, store = _job()
     try:
         return Connections(PrefixStore(name, store), world.rank, world.size)
     except RuntimeError as error:
-        raise _unconnected(str(error)) from error
+        raise _connection_error(str(error)) from error
 
 
 def _status_board() -> StatusBoard | None:
-    """The status board of this host, in a file that its first process names."""
+    """The status board of this host. Its first process creates the file, and puts the name into the store."""
     world, store = _job()
 
     def file(nbytes: int) -> SharedFile:
@@ -455,15 +458,15 @@ def _create_file(store: Any, key: str, nbytes: int) -> SharedFile:
 
 
 def _leave_to_the_parent() -> None:
-    """A child of os.fork has its parent's connections, without the threads that serve them. They are never destroyed in
-    it: that would wait for those threads, and close the connections of the parent too. Nor are its signals the
-    parent's."""
-    if _watch.cache_info().currsize and _watch().hears_signals:
+    """A child of os.fork has its parent's connections, without the threads that serve them. The child never destroys
+    them: that would wait for those threads, and close the parent's connections too. It also stops writing its signals
+    to the parent's socket."""
+    if _watchdog_thread.cache_info().currsize and _watchdog_thread().receives_signals:
         signal.set_wakeup_fd(-1)
-        _watch().wake_reader.close()
-        _watch().wake_writer.close()
+        _watchdog_thread().wake_reader.close()
+        _watchdog_thread().wake_writer.close()
     for transport in _transports.values():
-        for connections in (transport.connections, *transport.old):
+        for connections in (transport.connections, *transport.failed_connections):
             if connections is not None:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(connections.group))
 
@@ -471,7 +474,7 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
-def _unconnected(reason: str) -> TransportError:
+def _connection_error(reason: str) -> TransportError:
     return TransportError.at(
         "spmd.Mesh",
         argument="transport",

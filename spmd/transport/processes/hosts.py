@@ -1,13 +1,13 @@
-"""The status board across hosts: what the processes of other hosts do, asked over TCP.
+"""The status board across hosts: processes ask those of other hosts for their rows, over TCP.
 
 A status board is memory of one host. Each process also listens at a port, where it sends the rows of all processes of
 its host to whoever asks. Processes learn each other's ports when they first meet. A process whose wait grows long asks
-one process of each other host, and then sees their rows like those of its own host, a moment old.
+one process of each other host for its rows, and reads them like those of its own host, slightly out of date.
 
-Processes ask, and are not notified: while collectives succeed nothing is sent, and no thread wakes. They use TCP, and
-not messages of the engine, because MPI and gloo deliver only while the receiver waits in them; a socket has a thread of
-its own. The system closes the connections of a process that dies, so its peers learn that. A host that is stopped or
-cut off closes nothing: silence never counts as death, and ends by the time limit.
+Processes ask, and are not notified: while collectives succeed, nothing is sent and no thread wakes. They use TCP, not
+messages of the engine: MPI and gloo deliver only while the receiver waits in them, but a socket has its own thread. The
+system closes the connections of a process that dies, so its peers learn of it. A host that is stopped or cut off closes
+nothing: silence never counts as death, and such a wait ends by the time limit.
 
 If the process that is asked does not answer, another of its host is asked. A refused connection counts as death only
 where a process of that host was reached before: a firewall refuses, too.
@@ -39,28 +39,28 @@ from spmd.transport.processes.status_board import StatusBoard
 __all__ = ["ADDRESS", "Hosts", "address_of"]
 
 _ADDRESSES = 8
-"""Network addresses of a process, at most."""
+"""The most network addresses of a process."""
 _RECORD = struct.Struct(f"!16s8s8sH{4 * _ADDRESSES}s")
 ADDRESS = _RECORD.size
 """Bytes of the address of a process."""
 _POLL_INTERVAL = 0.1
-"""Seconds between requests, and the age up to which a report is sent again."""
+"""Seconds between requests; a report that is no older is sent again."""
 _POLL_SECONDS = 1.0
-"""Seconds that a process goes on asking after the last `poll`."""
+"""Seconds for which a process goes on asking after the last `poll`."""
 _REPLY_TIMEOUT = 1.0
 """Seconds after which another process of a host is asked."""
 _LEAVE_TIMEOUT = 0.5
 """Seconds that a process takes to send its last reports."""
 _REPLY_MAX = 1 << 28
-"""Bytes of a reply, at most."""
-_HEAD = struct.Struct("!8sI")
-_ROW = struct.Struct("!II?d")
+"""The most bytes of a reply."""
+_REPLY_HEADER = struct.Struct("!8sI")
+_ROW_HEADER = struct.Struct("!II?d")
 _CLOSED_ERRNOS = (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 
 class _Address(NamedTuple):
-    """Where a process can be asked. host: alike for those that share a status board. request_token: what a request
-    begins with; reply_token: what replies begin with. Only processes of the job know them."""
+    """Where a process can be asked. host: the same for processes that share a status board. request_token: the first
+    bytes of a request; reply_token: those of a reply. Only processes of the job know them."""
 
     host: bytes
     request_token: bytes
@@ -97,7 +97,7 @@ class _Row(dict):
 
 
 def _host_of(status_board: StatusBoard) -> bytes:
-    """A name of the processes that share this status board: this one alone, where there is no file."""
+    """A name of the processes that share this status board; without a file, of this process alone."""
     place = None if status_board.file is None else os.fstat(status_board.file.file)
     where = ("alone", os.getpid()) if place is None else (place.st_dev, place.st_ino)
     return hashlib.blake2b(repr((machine(), *where)).encode(), digest_size=16).digest()
@@ -151,14 +151,14 @@ class _Connection:
             pass
         except OSError as error:
             self.lost(error.errno or 0)
-        except (ValueError, zlib.error):  # what no process of this job would say
+        except (ValueError, zlib.error):  # data that no process of this job sends
             self.lost(errno.EPROTO)
 
     def read(self) -> None:
         """Handle the data in the inbox."""
 
     def lost(self, reason: int) -> None:
-        """The connection is no more, or has not come to be."""
+        """The connection was closed, or could not be opened."""
         self.close()
 
     def close(self) -> None:
@@ -170,17 +170,17 @@ class _Connection:
 class _ServerConnection(_Connection):
     """The connection of a process that asks this one."""
 
-    known = False
+    authenticated = False
 
     def read(self) -> None:
-        if not self.known:
+        if not self.authenticated:
             if len(self.inbox) < len(self.hosts.request_token):
                 return
             if not hmac.compare_digest(self.inbox[: len(self.hosts.request_token)], self.hosts.request_token):
                 self.close()
                 return
             del self.inbox[: len(self.hosts.request_token)]
-            self.known = True
+            self.authenticated = True
             self.hosts.clients.add(self)
         if self.inbox:
             self.inbox.clear()
@@ -203,28 +203,29 @@ class _ClientConnection(_Connection):
         super().__init__(hosts, sock, address.request_token + b"?")
 
     def read(self) -> None:
-        while len(self.inbox) >= _HEAD.size:
-            reply_token, nbytes = _HEAD.unpack_from(self.inbox)
+        while len(self.inbox) >= _REPLY_HEADER.size:
+            reply_token, nbytes = _REPLY_HEADER.unpack_from(self.inbox)
             if reply_token != self.reply_token or nbytes > _REPLY_MAX:
                 self.lost(errno.EPROTO)
                 return
-            end = _HEAD.size + nbytes
+            end = _REPLY_HEADER.size + nbytes
             if len(self.inbox) < end:
                 return
-            rows = zlib.decompress(bytes(self.inbox[_HEAD.size : end]))
+            rows = zlib.decompress(bytes(self.inbox[_REPLY_HEADER.size : end]))
             del self.inbox[:end]
-            self.host.hear(self, rows)
+            self.host.receive_rows(self, rows)
 
     def lost(self, reason: int) -> None:
         self.close()
-        self.host.lose(self, reason)
+        self.host.connection_lost(self, reason)
 
 
 class _Host:
     """Another host: its processes, and the one that is asked.
 
-    link: the connection to that one; trying: attempts at it. sent, pending: when it was last asked, and whether the
-    answer is due. answered: a time before which all that was written there is known here. gone: processes whose
+    link: the connection to that one; attempts: connections to it that are not established yet. asked_at: when it was
+    last asked; pending: whether its reply is due. fresh_until: rows of this host as of this time, or later, have come.
+    next_choice: selects the process that is asked. reached: whether any has replied. lost_ranks: processes whose
     connections were closed, or refused after one of this host was reached.
     """
 
@@ -232,58 +233,58 @@ class _Host:
         self.hosts = hosts
         self.addresses: dict[int, _Address] = {}
         self.link: _ClientConnection | None = None
-        self.trying: set[_ClientConnection] = set()
+        self.attempts: set[_ClientConnection] = set()
         self.reached = self.pending = False
-        self.sent = self.answered = 0.0
-        self.gone: set[int] = set()
-        self.turn = hosts.status_board.rank  # so that processes ask different ones
+        self.asked_at = self.fresh_until = 0.0
+        self.lost_ranks: set[int] = set()
+        self.next_choice = hosts.status_board.rank  # so that processes ask different ones
 
     def step(self, now: float) -> None:
-        """Ask, if it is time to."""
-        if self.pending and now - self.sent > _REPLY_TIMEOUT:
-            self._next()
-        if now - self.sent < _POLL_INTERVAL or self.pending:
+        """Send a request, if one is due."""
+        if self.pending and now - self.asked_at > _REPLY_TIMEOUT:
+            self._choose_next()
+        if now - self.asked_at < _POLL_INTERVAL or self.pending:
             return
-        self.sent = now
+        self.asked_at = now
         if self.link is not None:
             self.pending = True
             self.link.send(b"?")
             return
-        left = sorted(self.addresses.keys() - self.gone)
+        left = sorted(self.addresses.keys() - self.lost_ranks)
         if left:
             self.pending = True
-            rank = left[self.turn % len(left)]
+            rank = left[self.next_choice % len(left)]
             address = self.addresses[rank]
             for place in address.places:
                 with suppress(OSError):  # no socket is left, or there is no way to that network
-                    self.trying.add(_ClientConnection(self.hosts, self, rank, address, place))
+                    self.attempts.add(_ClientConnection(self.hosts, self, rank, address, place))
 
-    def _next(self) -> None:
-        """Ask another process from now on."""
-        for connection in (*self.trying, *filter(None, [self.link])):
+    def _choose_next(self) -> None:
+        """Choose another process to ask."""
+        for connection in (*self.attempts, *filter(None, [self.link])):
             connection.close()
-        self.trying.clear()
-        self.link, self.pending, self.turn = None, False, self.turn + 1
+        self.attempts.clear()
+        self.link, self.pending, self.next_choice = None, False, self.next_choice + 1
 
-    def hear(self, connection: _ClientConnection, rows: bytes) -> None:
+    def receive_rows(self, connection: _ClientConnection, rows: bytes) -> None:
         self.reached = True
-        if connection in self.trying:
-            self.trying.discard(connection)
-            others, self.link, self.trying = self.trying, connection, set()
+        if connection in self.attempts:
+            self.attempts.discard(connection)
+            others, self.link, self.attempts = self.attempts, connection, set()
             for other in others:
                 other.close()
         self.pending = False
-        self.answered = max(self.answered, self.sent - _POLL_INTERVAL)
+        self.fresh_until = max(self.fresh_until, self.asked_at - _POLL_INTERVAL)
         self.hosts.update_rows(self, rows)
 
-    def lose(self, connection: _ClientConnection, reason: int) -> None:
+    def connection_lost(self, connection: _ClientConnection, reason: int) -> None:
         was_link = connection is self.link
-        self.trying.discard(connection)
-        if self.trying or not (was_link or self.link is None):
+        self.attempts.discard(connection)
+        if self.attempts or not (was_link or self.link is None):
             return
         if was_link or (self.reached and reason in _CLOSED_ERRNOS):
-            self.gone.add(connection.rank)
-        self._next()
+            self.lost_ranks.add(connection.rank)
+        self._choose_next()
 
 
 class Hosts:
@@ -298,10 +299,10 @@ class Hosts:
         self.hosts: dict[bytes, _Host] = {}
         self.host_of: dict[int, _Host] = {}
         self.clients: set[_ServerConnection] = set()
-        self.known: set[int] = set()
-        self.new: deque[tuple[int, _Address]] = deque()
-        self.until = self.made = 0.0
-        self.reply = b""
+        self.learnt_ranks: set[int] = set()
+        self.new_addresses: deque[tuple[int, _Address]] = deque()
+        self.poll_end = self.report_time = 0.0
+        self.last_report = b""
         self.active = self.closing = False
         self.host = _host_of(status_board)
         self.request_token, self.reply_token = secrets.token_bytes(8), secrets.token_bytes(8)
@@ -318,42 +319,41 @@ class Hosts:
         self.address = _RECORD.pack(self.host, self.request_token, self.reply_token, port, places)
         self.thread = threading.Thread(target=self._serve, name="spmd-hosts", daemon=True)
         self.thread.start()
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_all)
 
     def add_address(self, rank: int, record: bytes) -> None:
-        """Add the address of a process, if it is on another host, and ask it once at once: only hosts that were reached
-        before can be found dead."""
-        address = None if rank in self.known else _Address.of(record)
-        self.known.add(rank)
+        """Add the address of a process, if it is on another host, and ask it at once: only a host that was reached can
+        later be found dead."""
+        address = None if rank in self.learnt_ranks else _Address.of(record)
+        self.learnt_ranks.add(rank)
         if address is not None and address.host != self.host:
-            self.new.append((rank, address))
+            self.new_addresses.append((rank, address))
             self.poll()
 
     def poll(self) -> None:
-        """Ask for rows from now on, for a moment."""
-        self.until = time.monotonic() + _POLL_SECONDS
+        """Ask for rows for the next `_POLL_SECONDS`."""
+        self.poll_end = time.monotonic() + _POLL_SECONDS
         if not self.active:
             with suppress(OSError):
                 self.wake_writer.send(b"!")
 
     def is_fresh(self, ranks: Iterable[int], since: float) -> bool:
-        """Whether the rows of these processes are newer than `since`, or the last there will be."""
+        """Whether the rows of these processes are newer than `since`, or their last."""
         hosts = {id(h): h for h in (self.host_of.get(r) for r in ranks) if h is not None}.values()
-        return all(h.answered > since or h.addresses.keys() <= h.gone for h in hosts)
+        return all(h.fresh_until > since or h.addresses.keys() <= h.lost_ranks for h in hosts)
 
     def silent(self, rank: int) -> bool:
         """Whether the host of a process has stopped answering."""
         host = self.host_of.get(rank)
-        return (
-            host is not None and time.monotonic() - host.answered > _REPLY_TIMEOUT + 2 * _POLL_INTERVAL + _POLL_SECONDS
-        )
+        limit = _REPLY_TIMEOUT + 2 * _POLL_INTERVAL + _POLL_SECONDS
+        return host is not None and time.monotonic() - host.fresh_until > limit
 
     def has_died(self, rank: int) -> bool:
         host, row = self.host_of.get(rank), self.rows.get(rank)
-        return (host is not None and rank in host.gone) or (row is not None and row.died)
+        return (host is not None and rank in host.lost_ranks) or (row is not None and row.died)
 
     def close(self) -> None:
-        """This process leaves: send a last report to those that ask it."""
+        """This process leaves: send a last report to its clients."""
         if not self.thread.is_alive():  # in a child of os.fork
             return
         self.closing = True
@@ -363,19 +363,19 @@ class Hosts:
 
     def _serve(self) -> None:
         while not self.closing:
-            self.active = time.monotonic() < self.until
+            self.active = time.monotonic() < self.poll_end
             for key, events in self.selector.select(_POLL_INTERVAL / 2 if self.active else None):
                 key.data(events)
             self._learn()
             now = time.monotonic()
-            if now < self.until:
+            if now < self.poll_end:
                 for host in list(self.hosts.values()):
                     host.step(now)
-        self._take_leave()
+        self._send_last_reports()
 
     def _learn(self) -> None:
-        while self.new:
-            rank, address = self.new.popleft()
+        while self.new_addresses:
+            rank, address = self.new_addresses.popleft()
             host = self.hosts.get(address.host) or self.hosts.setdefault(address.host, _Host(self))
             host.addresses[rank] = address
             self.host_of[rank] = host
@@ -392,34 +392,35 @@ class Hosts:
     def report(self) -> bytes:
         """The rows of this host, at most `_POLL_INTERVAL` seconds old."""
         now = time.monotonic()
-        if now - self.made > _POLL_INTERVAL:
+        if now - self.report_time > _POLL_INTERVAL:
             status_board = self.status_board
             status_board.publish()
             rows = []
             for rank in filter(status_board.is_local, range(status_board.size)):
                 row = status_board.rows[rank].tobytes()
-                rows += [_ROW.pack(rank, len(row), status_board.has_died(rank), status_board.cpu_seconds(rank)), row]
+                died, worked = status_board.has_died(rank), status_board.cpu_seconds(rank)
+                rows += [_ROW_HEADER.pack(rank, len(row), died, worked), row]
             packed = zlib.compress(b"".join(rows), 1)
-            self.reply, self.made = _HEAD.pack(self.reply_token, len(packed)) + packed, now
-        return self.reply
+            self.last_report, self.report_time = _REPLY_HEADER.pack(self.reply_token, len(packed)) + packed, now
+        return self.last_report
 
     def update_rows(self, host: _Host, data: bytes) -> None:
-        """Rows of a host have come."""
+        """Store rows that a host has sent."""
         dtype, place = self.status_board.rows.dtype, 0
-        while place + _ROW.size <= len(data):
-            rank, nbytes, died, worked = _ROW.unpack_from(data, place)
-            place += _ROW.size + nbytes
+        while place + _ROW_HEADER.size <= len(data):
+            rank, nbytes, died, worked = _ROW_HEADER.unpack_from(data, place)
+            place += _ROW_HEADER.size + nbytes
             if nbytes != dtype.itemsize or not rank < self.status_board.size or place > len(data):
                 return
             row = _Row.of(data[place - nbytes : place], dtype)
             row.died, row["cpu"] = died, worked
             self.rows[rank] = row
             self.host_of[rank] = host
-            # Others of its host know better why its connection was closed.
-            (host.gone.add if died else host.gone.discard)(rank)
+            # The other processes of its host know whether it has died.
+            (host.lost_ranks.add if died else host.lost_ranks.discard)(rank)
 
-    def _take_leave(self) -> None:
-        self.made = 0.0
+    def _send_last_reports(self) -> None:
+        self.report_time = 0.0
         last = self.report() if self.clients else b""
         for connection in list(self.clients):
             connection.send(last)
@@ -428,10 +429,10 @@ class Hosts:
             for key, events in self.selector.select(0.05):
                 if key.fileobj is not self.server:
                     key.data(events)
-        self._forget()
+        self._close_all()
 
-    def _forget(self) -> None:
-        """Close everything; also in a child of os.fork, which would keep the parent's connections open."""
+    def _close_all(self) -> None:
+        """Close all sockets; also in a child of os.fork, which would keep the parent's connections open."""
         for key in list((self.selector.get_map() or {}).values()):  # None where it is closed already
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

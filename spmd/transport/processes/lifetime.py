@@ -1,8 +1,8 @@
-"""The start and the end of MPI in a process: neither may wait for ever.
+"""The start and the end of MPI in a process. Neither may wait for ever.
 
-MPI_Init and MPI_Finalize return when all processes of the job have called them. A process that has left before, or was
-stopped, would keep the others there, in C, where no exception and no signal of Python ends a wait. So both are called
-without the interpreter's lock, while a thread looks at the others; it can only report, and end the job.
+MPI_Init and MPI_Finalize return when all processes of the job have called them. If a process has ended or is stopped,
+the others wait there, in C, where no exception and no Python signal handler ends the wait. So both are called without
+the interpreter's lock, while a thread checks the other processes. It can only report, and end the job.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from spmd.transport.processes.status_board import LEFT, StatusBoard
 
 __all__ = ["await_others", "finalize", "initialize"]
 
-_LOOK_INTERVAL = 0.1
-"""Seconds between two looks at the others."""
+_CHECK_INTERVAL = 0.1
+"""Seconds between two checks of the other processes."""
 _CONFIRM_SECONDS = 2.0
-"""Seconds for which a process has to be gone before others say so: a launcher starts one after another."""
+"""Seconds for which a process must be absent before others report it: launchers start one after another."""
 _REPORT_GRACE = 2.0
-"""Seconds that the first of those that wait has to report and end the job."""
+"""Seconds that the first waiting process gets to report and end the job, before others do."""
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Where launchers say how many processes they start on this host."""
+"""Variables in which launchers give the number of processes that they start on this host."""
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-"""Where launchers say how many processes the world has, and which one this is."""
+"""Variables in which launchers give the size of the world, and the rank of this process."""
 
 
 class Peer(NamedTuple):
@@ -51,14 +51,14 @@ class Peer(NamedTuple):
 
 
 def initialize(mpi: Any, rc: Any, limit: float) -> None:
-    """Start MPI, with the options of mpi4py's `rc`. Reports and ends the job where a process of this host has ended
-    before it came to this, or not all have come within `limit` seconds (0: no limit)."""
+    """Start MPI, with the options of mpi4py's `rc`. Reports and ends the job if a process of this host has ended
+    without starting MPI, or not all have started it within `limit` seconds (0: no limit)."""
     library, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
     if not hasattr(library, "MPI_Init_thread"):
         mpi.Init_thread()
         return
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}" if rc.threads else "THREAD_SINGLE")
-    with _watched(_Start(limit)):
+    with _calling_meanwhile(_Start(limit)):
         failed = library.MPI_Init_thread(None, None, ctypes.c_int(level), ctypes.byref(provided))
     if failed:
         raise RuntimeError(f"MPI_Init_thread failed: {mpi.Get_error_string(failed)}")
@@ -68,13 +68,13 @@ def initialize(mpi: Any, rc: Any, limit: float) -> None:
 
 
 @contextmanager
-def _watched(look: Callable[[float], None]) -> Iterator[None]:
-    """Call `look` with the elapsed seconds, again and again, while the block runs."""
+def _calling_meanwhile(check: Callable[[float], None]) -> Iterator[None]:
+    """Call `check` repeatedly with the elapsed seconds while the block runs."""
     done, started = threading.Event(), time.monotonic()
 
     def run() -> None:
-        while not done.wait(_LOOK_INTERVAL):
-            look(time.monotonic() - started)
+        while not done.wait(_CHECK_INTERVAL):
+            check(time.monotonic() - started)
 
     threading.Thread(target=run, name="spmd-lifetime", daemon=True).start()
     try:
@@ -84,17 +84,16 @@ def _watched(look: Callable[[float], None]) -> Iterator[None]:
 
 
 class _Start:
-    """The check while MPI starts. An absent process may not have been started yet, so it has to be absent for a
-    while."""
+    """The check while MPI starts. A process that is absent may still be started: it must stay absent for a while."""
 
     def __init__(self, limit: float):
         self.limit = limit
-        self.where = _place()
+        self.where = _source_line()
         self.count = number_in(_LOCAL_SIZES) or 0
-        self.whole = self.count == number_in(_SIZES)
-        self.variables = _RANKS if self.whole else LOCAL_RANKS
+        self.single_host = self.count == number_in(_SIZES)
+        self.variables = _RANKS if self.single_host else LOCAL_RANKS
         self.me = number_in(self.variables)
-        self.next = _LOOK_INTERVAL
+        self.next = _CHECK_INTERVAL
         self.absent: set[int] = set()
         self.since = 0.0
 
@@ -103,7 +102,7 @@ class _Start:
             if self.me is None and 0 < self.limit < waited:
                 _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", []))
             return
-        self.next = waited + min(1.0, waited / 4)  # to read /proc is no small work where there are many processes
+        self.next = waited + min(1.0, waited / 4)  # reading /proc is slow if there are many processes
         peers = _peers(next(name for name in self.variables if name in os.environ))
         absent = set(range(self.count)) - peers.keys() if self.me in peers else set()
         if absent != self.absent:
@@ -121,7 +120,7 @@ class _Start:
             _end(StallError, self._text(f"no start of all processes within {self.limit:g} s", lines))
 
     def _name(self, number: int) -> str:
-        return f"rank {number} of the world" if self.whole else f"process {number} of this host"
+        return f"rank {number} of the world" if self.single_host else f"process {number} of this host"
 
     def _text(self, got: str, lines: list[str]) -> str:
         own_name = "this process" if self.me is None else self._name(self.me)
@@ -134,32 +133,32 @@ class _Start:
         )
 
 
-def _place() -> str:
+def _source_line() -> str:
     frame = caller()
     return "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _end(kind: type[Exception], text: str) -> None:
-    """Report like an uncaught error, and end the job. The main thread is in MPI and may hold its locks, so MPI is not
-    called."""
+    """Report like an uncaught error, and end the job. Does not call MPI: the main thread is in it, and may hold its
+    locks."""
     print(f"{kind.__module__}.{kind.__qualname__}: {text}", file=sys.stderr, flush=True)
-    time.sleep(_LOOK_INTERVAL)
+    time.sleep(_CHECK_INTERVAL)
     tell_launcher(1)
-    time.sleep(_LOOK_INTERVAL)
+    time.sleep(_CHECK_INTERVAL)
     raw_exit(1)
 
 
 def _peers(name: str) -> dict[int, Peer]:
-    """The processes that this one's launcher has started on this host, by the numbers in a variable of theirs."""
+    """The processes that this launcher has started on this host, by their numbers in the variable `name`."""
     processes = _processes(f"{name}=".encode())
     launcher = _launcher(os.getpid(), processes)
     peers: dict[int, Peer] = {}
-    if launcher not in processes:  # as in a container: others may be in containers of their own
+    if launcher not in processes:  # as in a container: others may be in other containers
         return peers
     for pid, (_, stopped, number, _) in processes.items():
         if number is None or _launcher(pid, processes) != launcher:
             continue
-        # Between launcher and program may be others, as a shell: what is true of one of them is.
+        # A shell between launcher and program has the same number: combine what is true of either.
         before = peers.get(number, Peer(pid, False, False))
         peers[number] = Peer(max(pid, before.pid), stopped or before.stopped, before.loaded or _has_mpi(pid))
     return peers
@@ -179,7 +178,7 @@ def _processes(mark: bytes) -> dict[int, _Row]:
             if state in b"ZX":
                 continue
             number = None
-            with suppress(OSError):  # of others' processes only they know
+            with suppress(OSError):  # other users' processes cannot be read
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 number = next((int(v[len(mark) :]) for v in variables if v.startswith(mark)), None)
             is_launcher = name.partition(b"(")[2].decode(errors="replace").startswith(LAUNCHERS)
@@ -204,8 +203,8 @@ def _has_mpi(pid: int) -> bool:
 
 
 def await_others(status_board: StatusBoard | None, limit: float) -> None:
-    """Wait until all processes of this host have left the program. Reports and ends the job where those that have not
-    are stopped for `limit` seconds; running ones may take any time."""
+    """Wait until all processes of this host have left the program. Reports and ends the job if the remaining ones are
+    stopped for `limit` seconds. Running ones may take any time."""
     if status_board is None or not limit:
         return
     stopped_since, started = None, time.monotonic()
@@ -220,13 +219,13 @@ def await_others(status_board: StatusBoard | None, limit: float) -> None:
         elif now - stopped_since > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
             _end(
                 StallError,
-                _unended(f"{_names(status_board, left)} stopped for {limit:g} s, before leaving the program"),
+                _end_message(f"{_names(status_board, left)} stopped for {limit:g} s, before leaving the program"),
             )
-        time.sleep(min(0.001 + (now - started) / 20, _LOOK_INTERVAL))
+        time.sleep(min(0.001 + (now - started) / 20, _CHECK_INTERVAL))
 
 
 def _first_here(status_board: StatusBoard) -> int:
-    """The first process of this host that has left and is not stopped: it reports for all."""
+    """The lowest rank of this host that has left and is not stopped: it reports for all."""
     left = [r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] == LEFT]
     return min((r for r in left if not _is_stopped(int(status_board.rows[r]["pid"]))), default=status_board.rank)
 
@@ -236,12 +235,12 @@ def _names(status_board: StatusBoard, ranks: list[int]) -> str:
 
 
 def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
-    """End MPI, which waits for all processes. If all are of this host, and have left, but MPI takes more than `limit`
+    """End MPI, which waits for all processes. If all are on this host and have left, but MPI takes more than `limit`
     seconds (0: no limit), report and end the job."""
     library = ctypes.CDLL(mpi.__file__)
 
-    def look(waited: float) -> None:
-        if status_board is None or not status_board.whole or not 0 < limit < waited:
+    def check(waited: float) -> None:
+        if status_board is None or not status_board.single_host or not 0 < limit < waited:
             return
         if waited > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
             stopped = [
@@ -250,19 +249,19 @@ def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
                 if status_board.is_local(r) and _is_stopped(int(status_board.rows[r]["pid"]))
             ]
             who = f": {_names(status_board, stopped)} has died or is stopped" if stopped else ""
-            _end(StallError, _unended(f"no end of MPI within {limit:g} s{who}"))
+            _end(StallError, _end_message(f"no end of MPI within {limit:g} s{who}"))
 
-    with _watched(look):
+    with _calling_meanwhile(check):
         library.MPI_Finalize()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, or has ended: then its launcher knows."""
+    """Whether a process is stopped, or has ended."""
     fields = stat_of(pid)
     return fields is None or fields[STATUS] in "TtZX"
 
 
-def _unended(got: str) -> str:
+def _end_message(got: str) -> str:
     return message(
         "the end of the program",
         got=got,

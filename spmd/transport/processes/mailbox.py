@@ -1,10 +1,10 @@
 """Headers between processes of one host, through shared memory: no message, and no call of MPI or gloo.
 
-A process writes its header for each other member, and then the number of the rendezvous beside it; whoever waits polls
-that number. x86 makes stores visible in this order; elsewhere headers go as messages.
+A process writes its header for each other member, and then the number of the rendezvous beside it. Receivers poll that
+number. x86 makes stores visible in this order; on other processors headers go as messages.
 
-Each pair alternates between two places. A process writes to one again only after it has heard from the other in
-between, and that one answers only when it has read everything of the rendezvous before.
+Each pair alternates between two places. A process writes to a place again only after a header of the other process has
+come in between, and the other sends that header only after it has read everything of the previous rendezvous.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = ["Mailbox", "shared"]
 _NAME = "spmd-mailbox"
 
 AllGather = Callable[[bytes], list[bytes]]
-"""Sends eight bytes to all members, and gives those of all."""
+"""Sends eight bytes to all members, and returns those of all."""
 
 _MEMBERS_MAX = 64
-"""Members of a group, at most: a mailbox holds a header from each to each."""
+"""The most members of a group: a mailbox has one header per pair of members."""
 _NOTHING = bytes(8)
 _COPY_MAX = 2 << 20
-"""Bytes up to which copying a block to shared memory is faster than sending it."""
+"""The most bytes of a block that is copied to shared memory: above, a message is faster."""
 _STRIDE = HEADER_NBYTES + 64
-"""Bytes from header to header: whole cache lines; the first begins with the number of the rendezvous."""
+"""Bytes from header to header: whole cache lines. The first one begins with the number of the rendezvous."""
 _SPINS = 64
 """Polls before a process yields the processor."""
 _YIELDS = 200
@@ -53,12 +53,13 @@ def possible() -> bool:
 
 
 def shared(here: bool, me: int, size: int, all_gather: AllGather) -> Mailbox | None:
-    """The mailbox of some processes, of which this is number `me`; None, on all alike, if not all can have it.
+    """The mailbox of a group of processes; None, in all of them, if not all can have one.
 
-    here: whether all are known to be on this host. all_gather: exchanges eight bytes with all of them.
+    here: whether all are known to be on this host. me: the number of this process. all_gather: exchanges eight bytes
+    with all of them.
 
-    The first one creates a file, and closes it when all have opened it: its memory lasts as long as somebody maps it.
-    The file has no name, so no other user can take it, and it cannot be left behind.
+    The first process creates a file, and closes it when all have opened it: its memory lasts while a process maps it.
+    The file has no name, so no other user can open it, and it cannot be left behind.
     """
     if size > _MEMBERS_MAX:
         return None
@@ -92,8 +93,10 @@ def shared(here: bool, me: int, size: int, all_gather: AllGather) -> Mailbox | N
 
 
 def _windows(me: int, owners: list[bytes], token: bytes, all_gather: AllGather) -> list[Any] | None:
-    """The shared memories of the other members, if all members see those of all others; else None, on all alike.
-    owners: the process id and file number of each. token: that of this process's shared memory."""
+    """The shared memories of the other members; None, in all members, unless every member can map all of them.
+
+    owners: the process id and file number of each. token: that of this process's shared memory.
+    """
     tokens, windows = all_gather(token), []
     with suppress(OSError, ValueError):
         for k, place in enumerate(owners):
@@ -106,12 +109,12 @@ def _windows(me: int, owners: list[bytes], token: bytes, all_gather: AllGather) 
 
 
 def create(size: int, token: bytes) -> int:
-    """Create the file of a mailbox, for processes of this user only, with a token at its beginning: its number. Raises
-    OSError where there is no memory."""
+    """Create the file of a mailbox, for processes of this user only, and write a token to its beginning. Returns the
+    file descriptor. Raises OSError if there is no memory."""
     file = os.memfd_create(_NAME)
     try:
         os.posix_fallocate(file, 0, _nbytes(size))
-        os.pwrite(file, token, 0)  # where nobody writes a header: that of the first one to itself
+        os.pwrite(file, token, 0)  # the place of a header from member 0 to itself, which is not used
     except OSError:
         os.close(file)
         raise
@@ -119,8 +122,7 @@ def create(size: int, token: bytes) -> int:
 
 
 def _opened(pid: int, file: int, token: bytes, size: int) -> mmap.mmap:
-    """The mailbox file that another process of this host has open. Raises OSError or ValueError where it is not
-    there."""
+    """Map the mailbox file that another process of this host has open. Raises OSError or ValueError if it has none."""
     path = f"/proc/{pid}/fd/{file}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
         raise FileNotFoundError(path)
@@ -129,7 +131,7 @@ def _opened(pid: int, file: int, token: bytes, size: int) -> mmap.mmap:
         memory = mmap.mmap(opened, _nbytes(size))
     finally:
         os.close(opened)
-    if memory[:8] != token:  # in a PID namespace of its own the number is that of another process
+    if memory[:8] != token:  # in another PID namespace, the number means another process
         raise FileNotFoundError(path)
     return memory
 
@@ -141,10 +143,9 @@ def _nbytes(size: int) -> int:
 class Mailbox:
     """One member's side of a mailbox, whose file all members map.
 
-    outgoing: the headers to write for the next rendezvous; incoming: those of the last one. shared_memory: this
-    process's, if the others read blocks there. next, now, before: the blocks offered in the next rendezvous, in this
-    one, and in the one before, which others may read until they have come to this one. has_blocks: whether there are
-    any.
+    outgoing: the headers to write for the next rendezvous; incoming: those of the last one. shared_memory: that of this
+    process, if the others read blocks there. next, now, before: the blocks offered in the next rendezvous, in this one,
+    and in the previous one, which others may read until they come to this one. has_blocks: whether there are any.
     """
 
     __slots__ = (
@@ -177,7 +178,7 @@ class Mailbox:
             headers.windows = windows
 
     def place(self, x: Any) -> int | None:
-        """Where others can read a block, which is kept until they have; None where they cannot."""
+        """The place of a block in shared memory, or None. The block is kept until others have read it."""
         if self.shared_memory is None or type(x) is not np.ndarray:
             return None
         at = self.shared_memory.place(x)
@@ -187,13 +188,13 @@ class Mailbox:
         return at
 
     def keep(self, blocks: list[Any]) -> None:
-        """Keep blocks that were offered for one more rendezvous."""
+        """Keep blocks that were offered, for one more rendezvous."""
         self.next.extend(blocks)
         self.has_blocks = True
 
     def offer(self, x: Any, borrowed: bool) -> tuple[int, Shape] | None:
-        """The place and strides with which others can read a block, or a copy of a smaller one that lies elsewhere or
-        is borrowed. None: it has to be sent."""
+        """The place and strides of a block in shared memory. A small block that is elsewhere, or borrowed, is copied
+        there. None: it has to be sent."""
         at = None if borrowed else self.place(x)
         if at is not None:
             return at, x.strides
@@ -208,7 +209,7 @@ class Mailbox:
         return at, copy.strides
 
     def swap(self, let_others: Callable[[], object]) -> bool:
-        """Publish the outgoing headers. True if those of all others come within a moment; else ask `has_come`."""
+        """Publish the outgoing headers. True if those of all others come within microseconds; else poll `has_come`."""
         number = self.number = self.number + 1
         turn = number & 1
         if self.has_blocks:

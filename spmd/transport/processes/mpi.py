@@ -1,6 +1,6 @@
 """Workers that are MPI processes, over mpi4py's buffer calls.
 
-A process that waits polls, for MPI moves its messages only while it is called.
+A process that waits polls: MPI moves messages only while it is called.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = ["MpiChannel", "MpiTransport"]
 
 
 @lru_cache(maxsize=1)
-def _first_greeting() -> int:
-    """The first of the last 1024 tags, which are those of greetings."""
-    return _never() + 1
+def _first_address_tag() -> int:
+    """The first of the last 1024 tags, which are those of addresses."""
+    return _unused_tag() + 1
 
 
 @lru_cache(maxsize=1)
-def _never() -> int:
+def _unused_tag() -> int:
     """A tag that no message of the world has."""
     return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) - 1025
 
 
-def _last_greetings() -> None:
-    """Receive greetings that nobody waited for any more: MPICH does not end well with unreceived messages."""
+def _receive_late_addresses() -> None:
+    """Receive addresses that no call has received: MPICH may fail to end with unreceived messages."""
     status, nothing = MPI.Status(), [np.empty(ADDRESS, np.uint8), MPI.BYTE]
-    while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_greeting():
+    while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_address_tag():
         MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
 
 
@@ -120,19 +120,19 @@ class MpiTransport(ProcessTransport):
         group = self.group.Incl(members)
         number, _ = self._group(members)
         try:
-            # A tag of its own: an abandoned call may still run in another thread.
-            return MpiChannel(self.watched(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))
+            # Each group has its own tag: an abandoned call may still run in another thread.
+            return MpiChannel(self.run_under_watchdog(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))
         finally:
             group.Free()
 
-    def watched(self, work: Callable[[], Any], call: Call) -> Any:
-        return super().watched(work, call) if MPI.Query_thread() == MPI.THREAD_MULTIPLE else work()
+    def run_under_watchdog(self, work: Callable[[], Any], call: Call) -> Any:
+        return super().run_under_watchdog(work, call) if MPI.Query_thread() == MPI.THREAD_MULTIPLE else work()
 
     def wait_for(self, requests: list[MPI.Request]) -> None:
         MPI.Request.Waitall(requests)
 
     @staticmethod
-    def has_come(requests: list[MPI.Request]) -> bool:
+    def complete_soon(requests: list[MPI.Request]) -> bool:
         for request in requests:
             if not (request.Test() or request.Test()):
                 for _ in range(_POLLS):
@@ -144,7 +144,7 @@ class MpiTransport(ProcessTransport):
         return True
 
     def progress(self) -> None:
-        MPI.COMM_WORLD.Iprobe(tag=_never())  # what is found is not asked for again, and moves nothing
+        MPI.COMM_WORLD.Iprobe(tag=_unused_tag())  # a probe moves messages; no message has this tag
 
     def watch(self, requests: list[MPI.Request], call: Call | None) -> None:
         self._poll(requests, call)
@@ -154,14 +154,14 @@ class MpiTransport(ProcessTransport):
     ) -> None:
         Watchdog(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
 
-    def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        # The second time says that all were there the first time. Whoever comes when the others have given up finds
-        # what they sent the first time only: it would wait for them in MPI, which nothing ends.
+    def exchange_addresses(self, others: Sequence[int], number: int, call: Call) -> None:
+        # The second exchange confirms that all processes reached the first. A process that comes after the others have
+        # failed finds only their first messages; without the second, it would wait for them inside MPI for ever.
         for _ in range(2):
-            self._meet(others, _first_greeting() + number % 1024, call)
+            self._exchange_once(others, _first_address_tag() + number % 1024, call)
 
-    def _meet(self, others: Sequence[int], tag: int, call: Call) -> None:
-        """Exchange addresses with these ranks."""
+    def _exchange_once(self, others: Sequence[int], tag: int, call: Call) -> None:
+        """Send this process's address to these ranks, and receive theirs."""
         world, status_board = MPI.COMM_WORLD, self.status_board
         assert status_board is not None
         own, addresses = np.frombuffer(address_of(status_board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
@@ -169,14 +169,14 @@ class MpiTransport(ProcessTransport):
         received = [world.Irecv([address, MPI.BYTE], r, tag) for r, address in by_rank]
         sent = [world.Isend([own, MPI.BYTE], r, tag) for r in others]
 
-        def learn() -> None:
+        def add_addresses() -> None:
             for r, address in by_rank:
                 if address.any():
                     status_board.add_address(r, address.tobytes())
 
         try:
-            self._poll(received + sent, call, learn)
-            learn()
+            self._poll(received + sent, call, add_addresses)
+            add_addresses()
         except BaseException:
             for request in received:
                 request.Cancel()
@@ -194,16 +194,16 @@ _channels: list[MpiChannel] = []
 """All channels, kept alive: their posted receives write to their headers."""
 
 
-def end() -> None:
+def close_channels() -> None:
     """This process leaves the job."""
     if not MPI.Is_finalized():
-        if _first_greeting.cache_info().currsize:
-            _last_greetings()
+        if _first_address_tag.cache_info().currsize:
+            _receive_late_addresses()
         for channel in _channels:
             channel.close()
 
 
-on_leaving(end)
+on_leaving(close_channels)
 
 
 def _status_board() -> StatusBoard | None:

@@ -1,8 +1,8 @@
 """Collectives whose blocks go with the headers, from the second call of the same line on.
 
-Such a collective is over when the headers have been exchanged. If the others bring blocks of the same shapes again, all
-but the contents of the blocks is as before: what goes to whom, where incoming blocks lie, and how they are combined.
-The bytes sent are the same as without this short cut.
+Such a collective is complete when the headers have been exchanged. If all blocks have the same shapes as before, only
+their contents change: their receivers, their places and the way they are combined are cached. The bytes sent are the
+same as without this cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, n
 __all__ = ["RepeatedPlan"]
 
 _TABLES_MAX = 4
-"""Cached tables, at most: a channel alternates between up to three headers."""
+"""The most cached tables: a channel alternates between up to three headers."""
 
 
 class _Part(NamedTuple):
-    """What goes to one member: its row, the header, what follows the header, and the bytes of that.
+    """The message to one member: its row, the header, the piece that follows, and the bytes of that piece.
 
     piece: the index of a part of the block; for a part in shared memory its offset from the start of the block; None if
     nothing follows.
@@ -37,12 +37,12 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-class _Learnt(NamedTuple):
-    """What follows from some incoming headers.
+class _IncomingTable(NamedTuple):
+    """The blocks that some incoming headers hold.
 
     expected: per other member, views of the words for the name and for the shape, and the bytes expected there. blocks:
-    those of all members that lie in headers. shared_blocks: how to find those in shared memory. make, bound: what makes
-    the result of them, and the bound operator.
+    per member, a view of its block in the headers. shared_blocks: member, window, shape, strides and place of each
+    block in shared memory. make: computes the result from the blocks. bound: the bound operator.
     """
 
     expected: list[tuple[memoryview, memoryview, bytes]]
@@ -89,7 +89,7 @@ class RepeatedPlan:
         self.large = any(type(part.piece) is int for part in self.parts)
         self.nbytes = max(8 + len(part.header) + part.nbytes for part in self.parts)
         self.outgoing_tables: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
-        self.incoming_tables: dict[Headers, _Learnt] = {}
+        self.incoming_tables: dict[Headers, _IncomingTable] = {}
 
     def _part(self, row: int, x: np.ndarray, part: np.ndarray | None, piece: Any) -> _Part:
         op = self.call.op
@@ -100,7 +100,7 @@ class RepeatedPlan:
         return _Part(row, pack_header(op, part.shape, False, part.strides), address(part) - address(x), 8)
 
     def __call__(self, comm: HeaderComm, x: np.ndarray, general_run: RunPlan) -> tuple[Any, Any]:
-        """The new block, and the bound operator. general_run: runs the plan where others bring other blocks."""
+        """The new block, and the bound operator. general_run: runs the plan if blocks of others have changed shape."""
         transport, call, group = comm.transport, self.call, self.group
         channel = transport.channels.get(group.ordered)
         if channel is None:
@@ -125,24 +125,24 @@ class RepeatedPlan:
                 place[:] = header + x[piece].tobytes()
         transport.swap(channel, self.nbytes, call)
         incoming = channel.incoming
-        learnt = self.incoming_tables.get(incoming)
-        if learnt is not None:
-            for words, place, header in learnt.expected:
+        table = self.incoming_tables.get(incoming)
+        if table is not None:
+            for words, place, header in table.expected:
                 if words[0] != name or place != header:
-                    learnt = None
+                    table = None
                     break
-        if learnt is None:
+        if table is None:
             comm.agree(group, call, channel, name)
-            learnt = self._learn(incoming)
-            if learnt is None:
+            table = self._read_table(incoming)
+            if table is None:
                 try:
                     comm.early = incoming
                     return general_run(comm, x)
                 finally:
                     comm.early = None
-        transport.last = call
-        _, those, shared_blocks, make, bound = learnt
-        blocks: list[Any] = those.copy()
+        transport.last_call = call
+        _, header_blocks, shared_blocks, make, bound = table
+        blocks: list[Any] = header_blocks.copy()
         for k, window, shape, strides, place in shared_blocks:
             blocks[k] = np.ndarray(shape, self.dtype, window, place[0], strides)
         own = self.own_part
@@ -153,7 +153,7 @@ class RepeatedPlan:
         return make(x, blocks), bound
 
     def _places(self, outgoing: Headers) -> list[tuple[memoryview, memoryview, bytes, Any]]:
-        """Per member: views into the outgoing headers for the name and the rest, the header, and what follows it."""
+        """Per member: views of the outgoing headers for the name and the rest, the header, and the piece after it."""
         if len(self.outgoing_tables) >= _TABLES_MAX:
             self.outgoing_tables.clear()
         places = self.outgoing_tables[outgoing] = [
@@ -162,8 +162,8 @@ class RepeatedPlan:
         ]
         return places
 
-    def _learn(self, incoming: Headers) -> _Learnt | None:
-        """What follows from these headers; None where not all blocks have come with them."""
+    def _read_table(self, incoming: Headers) -> _IncomingTable | None:
+        """The table of these headers; None if not all blocks have come with them."""
         group, expected, blocks, shared_blocks = self.group, [], [], []
         shapes: list[Shape | None] = [
             self.shapes[k] if k == group.index else incoming.shape(row) for k, row in enumerate(group.rows)
@@ -188,5 +188,5 @@ class RepeatedPlan:
         if len(self.incoming_tables) >= _TABLES_MAX:
             self.incoming_tables.clear()
         make, _, bound = self.plan.complete_repeated(shapes)
-        learnt = self.incoming_tables[incoming] = _Learnt(expected, blocks, shared_blocks, make, bound)
-        return learnt
+        table = self.incoming_tables[incoming] = _IncomingTable(expected, blocks, shared_blocks, make, bound)
+        return table

@@ -1,11 +1,11 @@
 """The status board: memory that the processes of a host share, in which each writes what it does.
 
-Every process of a job has a row, in a file that all of its host map (`shared_files.py`). It writes there what it waits
-for, and how often it has met with each group. Others read that only when a wait grows long: to tell a deadlock, which
-is a cycle of waits, from a partner that is busy, and to report the last calls.
+Every process of a job has a row, in a file that all processes of its host map (`shared_files.py`). It writes there
+what it waits for, and its count of rendezvous with each group. Other processes read the row only when a wait grows
+long: to tell a deadlock, which is a cycle of waits, from a busy partner, and to report the last calls.
 
-Each process writes its own row only, in words of eight bytes. A reader may see several rows at different moments; so a
-verdict has to be seen twice, with no change in between.
+Each process writes only its own row, in words of eight bytes. A reader may see several rows at different moments. So a
+deadlock counts only if it is seen twice, with no change in between.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from spmd.transport.processes.shared_files import (
     stat_of,
 )
 
-__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "Meetings", "StatusBoard", "file_of_launcher"]
+__all__ = ["FAILED", "FOLLOWS", "LEFT", "RUNNING", "WAITING", "RendezvousCount", "StatusBoard", "file_of_launcher"]
 
 RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
-"""What a process does. FAILED: it ends with an error of its own. FOLLOWS: it ends with another's."""
+"""States of a process. FAILED: it ends with its own error. FOLLOWS: it ends with the error of another process."""
 
 _GROUPS_MAX = 256
 """Groups whose rendezvous a row counts: the newest ones."""
@@ -52,42 +52,42 @@ _FAILURES_MAX = 16
 
 _ROW = np.dtype(
     [
-        ("beat", "i8"),  # changes with the row, but for the meetings that it has come to
+        ("beat", "i8"),  # changes whenever the row does, except for `counts`
         ("state", "i8"),
-        ("group", "i8"),  # what it waits for: the number of a group, and which of its meetings
-        ("meeting", "i8"),
-        ("run", "i8"),  # in which map
+        ("group", "i8"),  # the rendezvous that it waits for: the number of the group,
+        ("count", "i8"),  # its place among the rendezvous of the group,
+        ("run", "i8"),  # and the map
         ("pid", "i8"),
-        ("cpu", "f8"),  # seconds of the processor so far
-        ("published", "i8"),  # the beat up to which it has written its collectives
-        ("groups", "i8", _GROUPS_MAX),
-        ("met", "i8", _GROUPS_MAX),
+        ("cpu", "f8"),  # seconds of processor time so far
+        ("published", "i8"),  # the beat up to which `calls` is written
+        ("groups", "i8", _GROUPS_MAX),  # numbers of groups,
+        ("counts", "i8", _GROUPS_MAX),  # and how many of their rendezvous this process has come to
         ("members", "u1", _RANKS_MAX // 8),  # a bit for each rank of the group that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
-        ("broken", "i8", _FAILURES_MAX),  # the last maps that failed here, by their numbers
-        ("errors", "S4096", _FAILURES_MAX),  # and how
+        ("failed_maps", "i8", _FAILURES_MAX),  # numbers of the last maps that failed here,
+        ("errors", "S4096", _FAILURES_MAX),  # and their errors
         ("end", "S4096"),  # the error that it ends with
     ]
 )
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
-"""Where launchers say how many processes they have started on this host."""
+"""Variables in which launchers give the number of processes that they have started on this host."""
 
 _SEPARATOR = "\x1f"
-_BEAT, _STATE, _GROUP, _MEETING, _RUN = range(5)
+_BEAT, _STATE, _GROUP, _COUNT, _RUN = range(5)
 _PUBLISH_INTERVAL = 0.25
 """Seconds between two `publish` calls of a process that does not wait."""
 
 
-class Meetings:
-    """How often this process has come to a rendezvous of a group.
+class RendezvousCount:
+    """The number of rendezvous of a group that this process has come to.
 
-    group: its number, alike in all processes. members: a bit for each of its ranks.
+    group: its number, the same in all processes. members: one bit per rank.
     """
 
-    __slots__ = ("count", "group", "members")
+    __slots__ = ("group", "members", "value")
 
     def __init__(self, group: int, ranks: Sequence[int]):
-        self.group, self.count = group, 0
+        self.group, self.value = group, 0
         bits = np.zeros(_RANKS_MAX, bool)
         bits[[r for r in ranks if r < _RANKS_MAX]] = True
         self.members = np.packbits(bits)
@@ -96,9 +96,10 @@ class Meetings:
 class StatusBoard:
     """The rows of the processes of this host, by rank in the world; those of other hosts are empty.
 
-    rank: of this process in the world. size: of the world. whole: whether all of the world is on this host and shares
-    the file; then a process without a row has not started. file: gives the shared file by its size; where it fails,
-    this process has a row of its own only. hosts: the processes of other hosts, if they can be asked (`hosts.Hosts`).
+    rank: of this process in the world. size: of the world. single_host: whether the whole world is on this host and
+    shares the file; then a process without a row has not started. file: gives the shared file of a size; where it
+    fails, this process has only its own row. hosts: the processes of other hosts, if they can be asked (`hosts.Hosts`).
+    state_words: the first five fields of the row. current: the count of the latest rendezvous.
     """
 
     hosts: Any = None
@@ -110,80 +111,83 @@ class StatusBoard:
             self.rows = np.zeros(size, _ROW)
         else:
             self.rows = np.ndarray(size, _ROW, self.file.memory, self.file.offset)
-        self.whole = self.file is not None and size in _local_sizes()
-        self.named = self.file is not None
+        self.single_host = self.file is not None and size in _local_sizes()
+        self.file_is_linked = self.file is not None
         row = self.rows[rank : rank + 1]
         row[:] = np.zeros((), _ROW)
         # Memoryviews take a third of the time of arrays.
-        self.head = row.view(np.int64).reshape(-1)[:5].data
+        self.state_words = row.view(np.int64).reshape(-1)[:5].data
         self.row: Any = self.rows[rank]
         self.row["pid"] = os.getpid()
-        self.met, self.members = self.row["met"].data, self.row["members"]
-        self.latest: Any = None
-        self.recent: deque[Any] = deque(maxlen=8)
-        self.known: dict[int, Meetings] = {}
-        self.coming: Any = None
-        self.changed: set[Meetings] = set()
-        self.shown: Any = None
+        self.row_counts, self.members = self.row["counts"].data, self.row["members"]
+        self.latest_call: Any = None
+        self.recent_calls: deque[Any] = deque(maxlen=8)
+        self.counts_by_group: dict[int, RendezvousCount] = {}
+        self.current: Any = None
+        self.changed_counts: set[RendezvousCount] = set()
+        self.shown_count: Any = None
         self.places: dict[int, int] = {}
-        self.written: list[Any] = []
-        self.failures_here = 0
+        self.published_calls: list[Any] = []
+        self.failure_count = 0
         self.stop = threading.Event()
         self.lock = threading.Lock()
         threading.Thread(target=self._publish_regularly, name="spmd-board", daemon=True).start()
 
-    def rendezvous_of(self, group: int, ranks: Sequence[int]) -> Meetings:
+    def rendezvous_count(self, group: int, ranks: Sequence[int]) -> RendezvousCount:
         """The rendezvous count of a group, by its number and ranks."""
-        return self.known.get(group) or self.known.setdefault(group, Meetings(group, ranks))
+        return self.counts_by_group.get(group) or self.counts_by_group.setdefault(group, RendezvousCount(group, ranks))
 
-    def enter(self, meetings: Meetings, call: Any) -> None:
+    def enter(self, count: RendezvousCount, call: Any) -> None:
         """This process comes to the next rendezvous of a group. Others see it after `start_waiting` or `publish`."""
-        meetings.count += 1
-        if self.coming is not meetings:
-            self.coming = meetings
-            self.changed.add(meetings)
-        if self.latest is not call:
-            self.latest = call
-            self.recent.append(call)
+        count.value += 1
+        if self.current is not count:
+            self.current = count
+            self.changed_counts.add(count)
+        if self.latest_call is not call:
+            self.latest_call = call
+            self.recent_calls.append(call)
 
     def start_waiting(self, run: int) -> None:
         """Show that this process waits, in a map, for the others of its latest rendezvous."""
-        head, meetings = self.head, self.coming
+        state_words, count = self.state_words, self.current
         with self.lock:
             self._count()
-            self.changed = {meetings}
-        head[_GROUP], head[_MEETING], head[_RUN] = meetings.group, meetings.count, run
-        if self.shown is not meetings:
-            self.shown = meetings
-            self.members[:] = meetings.members
-        head[_STATE] = WAITING
-        head[_BEAT] += 1
+            self.changed_counts = {count}
+        state_words[_GROUP], state_words[_COUNT], state_words[_RUN] = count.group, count.value, run
+        if self.shown_count is not count:
+            self.shown_count = count
+            self.members[:] = count.members
+        state_words[_STATE] = WAITING
+        state_words[_BEAT] += 1
 
     def _count(self) -> None:
-        """Write the rendezvous counts that have changed; the latest group is the last to get a place."""
-        for meetings in (*self.changed, self.coming):
-            if meetings is not None:
-                self.met[self._place(meetings)] = meetings.count
+        """Write the rendezvous counts that have changed, that of the latest group last: it surely gets a place."""
+        for count in (*self.changed_counts, self.current):
+            if count is not None:
+                self.row_counts[self._place(count)] = count.value
 
-    def _place(self, meetings: Meetings) -> int:
-        """The place of a group's count; where all are taken, that of the group that was new the longest ago."""
-        place = self.places.get(meetings.group)
+    def _place(self, count: RendezvousCount) -> int:
+        """The place of a group's count in the row. If no place is free, it replaces the oldest group."""
+        place = self.places.get(count.group)
         if place is None:
             place = self.places.pop(next(iter(self.places))) if len(self.places) == _GROUPS_MAX else len(self.places)
-            self.places[meetings.group] = place
+            self.places[count.group] = place
             self.row["groups"][place] = 0
-            self.met[place] = meetings.count
-            self.row["groups"][place] = meetings.group
+            self.row_counts[place] = count.value
+            self.row["groups"][place] = count.group
         return place
 
     def resume(self) -> None:
-        """Show that this process waits no longer."""
-        self.head[_STATE] = RUNNING
-        self.head[_BEAT] += 1
+        """Show that this process no longer waits."""
+        self.state_words[_STATE] = RUNNING
+        self.state_words[_BEAT] += 1
 
     def withdraw(self) -> bool:
-        """Take back the latest rendezvous, so that later comers do not count on it. False where all have come: they do
-        count on it. One process at a time: it looks as if it had left while it asks who has come."""
+        """Take back the latest rendezvous, so that processes that come later do not rely on it.
+
+        False if all have come: then they rely on it, and it stays. Only one process at a time may do this: meanwhile
+        the others see it as absent.
+        """
         with nullcontext() if self.file is None else self.file.locked():
             self._add_count(-1)
             withdrawn = bool(self.missing(self.rank))
@@ -193,32 +197,32 @@ class StatusBoard:
 
     def _add_count(self, times: int) -> None:
         with self.lock:
-            self.coming.count += times
+            self.current.value += times
             self._count()
 
     def fail(self, run: int, origin: int, who: str, error: str) -> None:
         """Publish that a map has failed, by the error that worker `who` raised in process `origin`."""
-        place = self.failures_here % _FAILURES_MAX
-        self.failures_here += 1
-        self.row["broken"][place] = 0  # so that nobody reads a half-written text
+        place = self.failure_count % _FAILURES_MAX
+        self.failure_count += 1
+        self.row["failed_maps"][place] = 0  # so that nobody reads a half-written text
         self.row["errors"][place] = f"{origin}{_SEPARATOR}{who}{_SEPARATOR}{error}".encode()[:4096]
-        self.row["broken"][place] = run
-        self.head[_BEAT] += 1
+        self.row["failed_maps"][place] = run
+        self.state_words[_BEAT] += 1
 
     def finish(self, state: int, error: str = "") -> None:
         """Publish that this process ends with an error, or has left the program."""
         self.row["end"] = error.encode()[:4096]
         self.publish()
-        self.head[_STATE] = state
-        self.head[_BEAT] += 1
+        self.state_words[_STATE] = state
+        self.state_words[_BEAT] += 1
 
     def publish(self) -> None:
         """Write the last calls of this process, and its processor time."""
         with self.lock:
             self._count()
-            beat, calls = int(self.head[_BEAT]), list(self.recent)
-            if calls != self.written:
-                self.written = calls
+            beat, calls = int(self.state_words[_BEAT]), list(self.recent_calls)
+            if calls != self.published_calls:
+                self.published_calls = calls
                 self.row["calls"] = "\n".join(f"{c} {c.source}" for c in reversed(calls)).encode()[:4096]
             self.row["cpu"] = time.process_time()
             self.row["published"] = beat
@@ -228,20 +232,20 @@ class StatusBoard:
         self.stop.set()
         self.finish(LEFT)
         ranks = [
-            r for r in range(self.size) if self.whole or self.is_local(r)
-        ]  # if whole, also those that have not started
+            r for r in range(self.size) if self.single_host or self.is_local(r)
+        ]  # on a single host, also those that have not started
         if all(self.is_local(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in ranks):
             self._unlink()
 
     def _publish_regularly(self) -> None:
         while not self.stop.wait(_PUBLISH_INTERVAL):
             self.publish()
-            if self.named and 0 < max(_local_sizes(), default=0) <= np.count_nonzero(self.rows["pid"]):
+            if self.file_is_linked and 0 < max(_local_sizes(), default=0) <= np.count_nonzero(self.rows["pid"]):
                 self._unlink()  # All have mapped it: it cannot be left behind.
 
     def _unlink(self) -> None:
-        if self.named and self.file is not None:
-            self.named = False
+        if self.file_is_linked and self.file is not None:
+            self.file_is_linked = False
             self.file.unlink()
 
     def is_local(self, rank: int) -> bool:
@@ -259,12 +263,12 @@ class StatusBoard:
         )
 
     def add_address(self, rank: int, address: bytes) -> None:
-        """Where another process can be asked, if it is on another host."""
+        """Add the address of another process, which matters if it is on another host."""
         if self.hosts is not None:
             self.hosts.add_address(rank, address)
 
     def poll(self) -> None:
-        """Ask other hosts for their rows, for the next moment."""
+        """Ask other hosts for their rows, for the next second."""
         if self.hosts is not None:
             self.hosts.poll()
 
@@ -273,8 +277,7 @@ class StatusBoard:
         return self.hosts is None or self.hosts.is_fresh(ranks, since)
 
     def cpu_seconds(self, rank: int) -> float:
-        """The processor time of a process: by the system on this host, because a long call keeps the process from
-        writing it."""
+        """The processor time of a process. On this host the system gives it: a process in a long call cannot write."""
         fields = stat_of(int(self.rows[rank]["pid"])) if self.is_local(rank) else None
         if fields is None:
             return float(self.row_of(rank)["cpu"])
@@ -295,27 +298,27 @@ class StatusBoard:
             pass
         return False
 
-    def arrived(self, rank: int, group: int, meeting: int) -> bool:
+    def arrived(self, rank: int, group: int, count: int) -> bool:
         """Whether a process has come to this rendezvous of a group, or is past it."""
         row = self.row_of(rank)
         (places,) = np.nonzero(row["groups"] == group)
-        return bool(len(places)) and int(row["met"][places[0]]) >= meeting
+        return bool(len(places)) and int(row["counts"][places[0]]) >= count
 
     def missing(self, rank: int) -> list[int]:
-        """The members that have not come, as far as is known, of the group that a process waits for."""
+        """The members that a process waits for, as far as is known."""
         row = self.row_of(rank)
-        group, meeting = int(row["group"]), int(row["meeting"])
+        group, count = int(row["group"]), int(row["count"])
         if row["state"] != WAITING or group == 0:
             return []
         members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
-        members_seen = [m for m in members if m != rank and (self.whole or self.is_known(m))]
-        return [m for m in members_seen if not self.arrived(m, group, meeting)]
+        members_seen = [m for m in members if m != rank and (self.single_host or self.is_known(m))]
+        return [m for m in members_seen if not self.arrived(m, group, count)]
 
     def wait_cycle(self) -> dict[int, list[int]]:
-        """The processes that wait for each other, or for one that has left, each with those that it waits for. Without
-        those in a map that has failed elsewhere: they go on as soon as they see that."""
+        """The processes that wait for each other, or for one that has left, each with the processes that it waits for.
+        Processes in a map that has failed elsewhere are left out: they go on as soon as they see the failure."""
         ranks = list(filter(self.is_known, range(self.size)))
-        failed = {int(run) for r in ranks for run in self.row_of(r)["broken"]} - {0}
+        failed = {int(run) for r in ranks for run in self.row_of(r)["failed_maps"]} - {0}
         ended = {r for r in ranks if self.row_of(r)["state"] == LEFT or self.has_died(r)}
         waits: dict[int, list[int]] = {}
         for rank in ranks:
@@ -330,7 +333,7 @@ class StatusBoard:
 
     def progress(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Numbers that change whenever the rows or the rendezvous counts of these processes do."""
-        return tuple(int(self.row_of(r)["beat"]) + int(self.row_of(r)["met"].sum()) for r in ranks)
+        return tuple(int(self.row_of(r)["beat"]) + int(self.row_of(r)["counts"].sum()) for r in ranks)
 
     def have_published(self, ranks: Iterable[int]) -> bool:
         """Whether processes have published their calls since they began to wait."""
@@ -341,10 +344,10 @@ class StatusBoard:
         return self.row_of(rank)["calls"].decode(errors="replace").splitlines()
 
     def failure_of(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
-        """How a map has failed in the first of these processes that says so: the origin, the worker, the error."""
+        """The failure of a map, by the first of these processes that shows one: the origin, the worker, the error."""
         for r in ranks:
             row = self.row_of(r)
-            (places,) = np.nonzero(row["broken"] == run)
+            (places,) = np.nonzero(row["failed_maps"] == run)
             if len(places) and self.is_known(r):
                 origin, who, error = row["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
                 return int(origin), who, error

@@ -1,11 +1,11 @@
-"""Workers that are processes: what does not depend on the library that moves the bytes.
+"""Workers that are processes: the part that does not depend on the library that moves the bytes.
 
-`comm.py` implements the collectives. A process that waits looks at the others every tenth of a second (`watchdog.py`):
-so a deadlock across groups, or a wait for a process that has left, becomes an error. SPMD_CHECK=0 leaves out what is
-optional: the headers of sums, whose shapes are equal by contract, and the watchdog.
+`comm.py` implements the collectives. A process that waits reads the status board every tenth of a second
+(`watchdog.py`), so a deadlock across groups, or a wait for a process that has left, becomes an error. SPMD_CHECK=0
+switches off what is optional: the headers of sums, whose shapes are equal by contract, and the watchdog.
 
-An engine is a `Channel`, which moves bytes among some processes, and a `ProcessTransport`, which opens channels and
-waits: `mpi.py` is that of mpi4py, `gloo.py` that of torch.distributed.
+An engine is a `Channel`, which moves bytes among a group of processes, and a `ProcessTransport`, which opens channels
+and waits. `mpi.py` uses mpi4py, and `gloo.py` torch.distributed.
 """
 
 from __future__ import annotations
@@ -42,28 +42,32 @@ from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, 
 __all__ = ["ProcessTransport", "start"]
 
 _HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
-"""The host of a process: the digest of its name, and the cores that the process may use."""
+"""The host of a process: a digest of its name, and the cores that the process may use."""
 
 
 class _EndOfMap(Call):
     """The call of a worker that has left the map, where others still call."""
 
-    __slots__ = ("last",)
+    __slots__ = ("last_call",)
 
     def __init__(self, x: np.ndarray, last: Call | None):
         super().__init__("the end of the map", (), x.dtype, x.shape)
-        self.last = last
+        self.last_call = last
 
     def __str__(self) -> str:
         return self.op
 
     @property
     def source(self) -> str:
-        return f"after {self.last} {self.last.source}" if self.last is not None else "without any call before"
+        return (
+            f"after {self.last_call} {self.last_call.source}"
+            if self.last_call is not None
+            else "without any call before"
+        )
 
 
 def start(of: str) -> Call:
-    """The call of a wait that belongs to no collective, as at the start of a map."""
+    """The call of a wait outside of any collective, for instance at the start of a map."""
     return Call(of, (), np.dtype(bool), (), frame=sys._getframe())
 
 
@@ -78,15 +82,15 @@ def disconnected(call: Call | None, reason: str) -> TransportError:
 
 
 class ProcessTransport(Transport):
-    """Processes of a job, one worker each. Making it sends nothing.
+    """Processes of a job, one worker each. Creating it sends nothing.
 
-    worker: this one. ranks: for each worker the rank of its process in the job. make_status_board: gives the job's, or
-    None where nothing is watched.
+    worker: that of this process. ranks: for each worker, the rank of its process in the job. make_status_board: returns
+    the job's status board, or None where there is none.
     """
 
     comm_type: type[ProcessComm] = ProcessComm
     disconnections: tuple[type[BaseException], ...] = ()
-    """Errors of the engine that a dead peer may cause."""
+    """Errors that the engine raises when a peer has died."""
     places: Any = None
     """The GPUs of the blocks, if any."""
 
@@ -99,12 +103,12 @@ class ProcessTransport(Transport):
         self.pending: set[Pending] = set()
         self.abandoned: list[Any] = []
         """Requests that are no longer waited for, and their buffers."""
-        self.unread: dict[Shape, list[Any]] = {}
-        """Blocks offered to a group before a map failed: the others may read them until the next rendezvous."""
-        self.last: Call | None = None
+        self.unread_blocks: dict[Shape, list[Any]] = {}
+        """By group: blocks offered before a map failed. The others may read them until the next rendezvous."""
+        self.last_call: Call | None = None
         self.lock = threading.RLock()
         self.running = False
-        """Whether the thread with the lock runs a map: a signal handler gets the lock too."""
+        """Whether the thread with the lock runs a map. A signal handler of that thread gets the lock too."""
         self.runs = 0
         self.comm = self.comm_type(self)
         self.failed = 0
@@ -114,7 +118,7 @@ class ProcessTransport(Transport):
         self.checks = checks_are_on()
         self.status_board = make_status_board() if self.checks and self.size > 1 else None
         if self.status_board is not None:
-            shared_memory()  # Others of this host can read what is allocated from now on.
+            shared_memory()  # Other processes of this host can read what is allocated from now on.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
         end_the_job_on_error()
@@ -122,12 +126,12 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def open(self, members: Shape, call: Call) -> Channel:
-        """Open the channel of some workers, in this order. All of them are here, or about to come."""
+        """Open the channel of some workers, in this order. All of them are here, or will come soon."""
 
     @abstractmethod
-    def greet(self, others: Sequence[int], number: int, call: Call) -> None:
-        """Wait until these ranks, some of other hosts, come to the same rendezvous of the group of this number; and
-        learn their addresses (`StatusBoard.add_address`)."""
+    def exchange_addresses(self, others: Sequence[int], number: int, call: Call) -> None:
+        """Wait until these ranks come to the same rendezvous of group `number`, and add their addresses to the status
+        board. Some of them are on other hosts."""
 
     @abstractmethod
     def wait_for(self, requests: list[Any]) -> None:
@@ -135,18 +139,18 @@ class ProcessTransport(Transport):
 
     @abstractmethod
     def watch(self, requests: list[Any], call: Call | None) -> None:
-        """Wait for requests under the watchdog, and raise what it finds."""
+        """Wait for requests under the watchdog. Raises what `Watchdog.look` raises."""
 
     @staticmethod
-    def has_come(requests: list[Any]) -> bool:
-        """Whether requests complete within a moment, if the engine can tell."""
+    def complete_soon(requests: list[Any]) -> bool:
+        """Whether requests complete within microseconds, if the engine can tell."""
         return not requests
 
     def progress(self) -> None:
-        """Let pending messages move, if the engine moves them only while it is called."""
+        """Move pending messages, if the engine moves them only while it is called."""
 
     def connect(self) -> None:
-        """All are about to run a map: an engine may connect them here."""
+        """Called before each map: an engine may connect all workers here."""
 
     def leave(self, code: Any) -> None:
         """End the whole job with sys.exit(code) of this worker in a map, unless that reports success."""
@@ -156,7 +160,7 @@ class ProcessTransport(Transport):
             abort(code if isinstance(code, int) else 1)
 
     def threads(self) -> int:
-        """The BLAS threads of every worker: this host's usable cores over its workers; the least of all hosts."""
+        """The BLAS threads per worker: usable cores over workers of a host, the minimum over all hosts."""
         if self._threads is None:
             self._threads = self._share_of_cores(start("the first map"))
         return self._threads
@@ -178,18 +182,18 @@ class ProcessTransport(Transport):
         return min(shares)
 
     def channel(self, members: Shape, call: Call | None = None) -> Any:
-        """The channel of some workers, in this order; opened when they first meet, in `call` or the latest one."""
+        """The channel of some workers, in this order. Their first rendezvous opens it, in `call` or the latest one."""
         channel = self.channels.get(members)
         if channel is None:
-            ordered, call, status_board = tuple(sorted(members)), call or self.last, self.status_board
+            ordered, call, status_board = tuple(sorted(members)), call or self.last_call, self.status_board
             self._wait_for_members(ordered, call)
             channel = self._opened(members, call or start("a map"))
             group, ranks = self._group(members)
-            channel.meetings = None if status_board is None else status_board.rendezvous_of(group, ranks)
+            channel.rendezvous_count = None if status_board is None else status_board.rendezvous_count(group, ranks)
             if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
                 here = status_board is not None and all(map(status_board.is_local, ranks))
                 channel.share(shared(here, channel.me, len(members), lambda x: self._all_gather(channel, x, call)))
-                self.unread.pop(members, None)
+                self.unread_blocks.pop(members, None)
             self.channels[members] = channel
         return channel
 
@@ -200,9 +204,9 @@ class ProcessTransport(Transport):
             self.fail(error)
             raise
 
-    def watched(self, work: Callable[[], Any], call: Call) -> Any:
-        """Run `work`, in which an engine waits for others; under the watchdog where they are not known to have come."""
-        if self.status_board is None or self.status_board.whole:
+    def run_under_watchdog(self, work: Callable[[], Any], call: Call) -> Any:
+        """Run `work`, in which the engine waits for others, under the watchdog unless all are known to have come."""
+        if self.status_board is None or self.status_board.single_host:
             return work()
         return Watchdog(self, call).through(work)
 
@@ -214,7 +218,7 @@ class ProcessTransport(Transport):
         return [row.tobytes() for row in rows]
 
     def _group(self, members: Shape) -> tuple[int, Shape]:
-        """The number of a group of workers, alike in all processes until a map fails, and their ranks."""
+        """The number of a group of workers, the same in all processes until a map fails, and their ranks."""
         ranks = tuple(self.ranks[m] for m in members)
         return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
 
@@ -226,10 +230,10 @@ class ProcessTransport(Transport):
             return
         if self.failed_stage == self.stage:
             raise self._earlier_failure()
-        status_board.enter(channel.meetings, call)
+        status_board.enter(channel.rendezvous_count, call)
         try:
             if mailbox is not None:
-                if self.pending or not status_board.whole:
+                if self.pending or not status_board.single_host:
                     self.progress()
                 come = mailbox.swap(let_others)
                 channel.outgoing, channel.incoming = mailbox.outgoing, mailbox.incoming
@@ -239,7 +243,7 @@ class ProcessTransport(Transport):
                 Watchdog(self, call).until(mailbox.has_come, self.progress)
             else:
                 requests = channel.swap(nbytes)
-                if self.has_come(requests):
+                if self.complete_soon(requests):
                     return
                 status_board.start_waiting(self.stage)
                 self.watch(requests, call)
@@ -248,22 +252,22 @@ class ProcessTransport(Transport):
         status_board.resume()
 
     def _earlier_failure(self) -> Exception:
-        """The error with which this map has failed already, where the body caught it: the others end the map with
+        """The error with which this map has failed already, although the body caught it. The other processes raise
         it."""
         assert self.status_board is not None
         return error_like(*self.status_board.failure_of(self.stage, self.ranks) or (self.status_board.rank, "", ""))
 
     def _wait_for_members(self, members: Shape, call: Call | None) -> None:
-        """Wait until all of these workers are here, before something is made that needs them all."""
+        """Wait until all of these workers are here, before an engine connects them."""
         if self.status_board is None or call is None:
             return
         if self.failed_stage == self.stage:
             raise self._earlier_failure()
         number, ranks = self._group(members)
-        self.status_board.enter(self.status_board.rendezvous_of(number, ranks), call)
+        self.status_board.enter(self.status_board.rendezvous_count(number, ranks), call)
         self.status_board.start_waiting(self.stage)
         rank = self.status_board.rank
-        if self.status_board.whole:
+        if self.status_board.single_host:
             try:
                 Watchdog(self, call).until(lambda: not self.status_board.missing(rank))  # type: ignore[union-attr]
             except BaseException as error:
@@ -272,15 +276,15 @@ class ProcessTransport(Transport):
                     raise
         else:
             try:
-                self.greet([r for r in ranks if r != rank], number, call)
+                self.exchange_addresses([r for r in ranks if r != rank], number, call)
             except BaseException as error:
                 self.fail(error)
                 raise
         self.status_board.resume()
 
     def fail(self, error: BaseException) -> None:
-        """Publish that a map has failed here. Others that wait in it fail alike; then all use new channels, because
-        messages on the old ones may never complete."""
+        """Publish that a map has failed here. Processes that wait in it raise the same error. Then all use new
+        channels, because messages on the old ones may never complete."""
         if self.status_board is not None:
             self.status_board.resume()
         if self.status_board is not None and self.failed_stage != self.stage:
@@ -288,7 +292,7 @@ class ProcessTransport(Transport):
             self.failed += 1
             for members, channel in self.channels.items():
                 if channel.mailbox is not None:
-                    self.unread.setdefault(members, []).append((channel.mailbox.before, channel.mailbox.now))
+                    self.unread_blocks.setdefault(members, []).append((channel.mailbox.before, channel.mailbox.now))
                 channel.share(None)
             self.channels.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
@@ -296,12 +300,12 @@ class ProcessTransport(Transport):
             self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
 
     def arrive(self, requests: list[Any], call: Call | None, buffers: Any = None) -> None:
-        """Wait for requests; buffers are what they read and write."""
+        """Wait for requests. buffers: those that they read and write."""
         if self.status_board is None:
             self.wait_for(requests)
             return
         try:
-            if self.has_come(requests):
+            if self.complete_soon(requests):
                 return
             self.watch(requests, call)
         except BaseException as error:
@@ -309,8 +313,7 @@ class ProcessTransport(Transport):
         self.status_board.resume()
 
     def _abandon(self, error: BaseException, waited: Any, call: Call | None) -> BaseException:
-        """The error to raise for a wait that failed. Keeps what was waited for: it may still arrive, and be
-        written to."""
+        """The error to raise for a wait that failed. Keeps requests and buffers alive: messages may still come."""
         self.abandoned.append(waited)
         if isinstance(error, self.disconnections):
             error = self._reason(call) or disconnected(call, str(error))
@@ -335,7 +338,7 @@ class ProcessTransport(Transport):
                 self.running = False
 
     def _begin(self) -> None:
-        """Note that this thread runs a map, or `share`. Raises where it does so already."""
+        """Mark that this thread runs a map, or `share`. Raises if it does so already."""
         if self.running:
             raise TransportError.at(
                 "spmd.map",
@@ -362,9 +365,9 @@ class ProcessTransport(Transport):
                 self.leave(end.code)
                 raise
             except BaseException as failure:
-                # The body may fail because a peer is gone, or by its own use of the engine.
+                # The body may fail because a peer has died, or by its own use of the engine.
                 lost = self.status_board is not None and isinstance(failure, self.disconnections)
-                error = (self._reason(self.last) if lost else None) or failure
+                error = (self._reason(self.last_call) if lost else None) or failure
                 if isinstance(error, Exception) and not isinstance(error, MismatchError) and not hasattr(error, "peer"):
                     raised_by(error, describe(worker))
                 self.fail(error)
@@ -377,11 +380,11 @@ class ProcessTransport(Transport):
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
     def _end_of_map(self) -> None:
-        """Give the next stage a number of its own after a failed map."""
+        """Start a new stage after a failed map, with its own number."""
         self.stage = self._number_of("after a map")
 
     def _number_of(self, stage: str) -> int:
-        """The number of this stage of the job, alike in every process; never 0."""
+        """The number of this stage of the job, the same in every process; never 0."""
         return digest(stage, type(self).__name__, self.ranks, self.runs, self.failed) or 1
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
@@ -391,23 +394,25 @@ class ProcessTransport(Transport):
         with self.lock:
             self._begin()
             try:
-                handle = self.comm._all_gather(self.everyone, _EndOfMap(send, self.last), send)  # no part of the ledger
+                handle = self.comm._all_gather(
+                    self.everyone, _EndOfMap(send, self.last_call), send
+                )  # not counted by the ledger
                 blocks = handle.wait()
             finally:
                 self.running = False
                 if self.failed_stage == self.stage:
                     self._end_of_map()
-            self.last = None
+            self.last_call = None
         texts = [block.tobytes() for block in blocks]
-        return {k: value if text == own else json.loads(text) for k, text in enumerate(texts)}  # most say the same
+        return {k: value if text == own else json.loads(text) for k, text in enumerate(texts)}  # most texts are equal
 
 
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 
 def _belong_to_the_parent() -> None:
-    """In a child of os.fork, refuse collectives: connections and shared memory are its parent's. Methods are replaced,
-    so that processes without children pay nothing."""
+    """In a child of os.fork, refuse collectives: connections and shared memory are its parent's. Replacing methods
+    costs nothing in processes without children."""
     for transport in list(_transports):
         for name in "run", "share", "swap", "arrive", "channel", "threads":
             setattr(transport, name, _refuse)

@@ -1,4 +1,4 @@
-"""The watchdog: how a process waits for others. It polls, reads the status board, and ends waits that cannot end."""
+"""The watchdog: a process that waits polls, reads the status board, and raises if the wait cannot end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["LOOK_INTERVAL", "Watchdog", "error_like", "failed_too", "let_others"
 LOOK_INTERVAL = 0.1
 """Seconds between two looks at the others."""
 _SPIN_SECONDS = 0.006
-"""Seconds of a wait before the first nap: about what a message of 64 MB takes from process to process."""
+"""Seconds of a wait before the first nap: about the time of a message of 64 MB between processes."""
 
 
 def time_limit() -> float:
@@ -42,8 +42,8 @@ def status_board_of_job(rank: int, size: int, file: Callable[[int], SharedFile])
     global _status_board
     if _status_board is None:
         _status_board = StatusBoard(rank, size, file)
-        if size > 1 and not _status_board.whole:
-            with suppress(OSError):  # a system without sockets to listen at: of other hosts only the time counts
+        if size > 1 and not _status_board.single_host:
+            with suppress(OSError):  # no socket to listen at: waits for other hosts end only by the time limit
                 _status_board.hosts = Hosts(_status_board)
                 atexit.register(_status_board.hosts.close)  # which runs after that of the board
         atexit.register(_status_board.close)
@@ -61,7 +61,7 @@ def _leave_to_the_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 _PUBLISH_TIMEOUT = 2.0
-"""Seconds that a process has to publish its calls, before others report that they wait for it."""
+"""Seconds that others give a process to publish its calls, before they report that they wait for it."""
 _ABORT_TIMEOUT = 10.0
 """Seconds after which a process ends the job itself, if another does not."""
 _REASON_TIMEOUT = 3.0
@@ -71,10 +71,10 @@ _SAME_FAILURE_SECONDS = 0.3
 
 
 def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
-    """Lines on the failures of other processes, for the process that reports; it then ends the job. In the others this
-    call does not return in time.
+    """Lines on the failures of other processes, for the one process that reports. It then ends the job, before this
+    call returns in the others.
 
-    error.ranks: who will fail with the same error, if that is known.
+    error.ranks: the ranks that will fail with the same error, if they are known.
     """
     status_board = _status_board
     if status_board is None:
@@ -86,10 +86,10 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
         status_board.finish(FOLLOWS, own_error)
         while time.monotonic() - started < _ABORT_TIMEOUT and not status_board.has_recovered(origin):
             status_board.poll()
-            time.sleep(0.01)  # whoever raised it reports, and ends the job
+            time.sleep(0.01)  # the process that raised it reports, and ends the job
         time.sleep(_SAME_FAILURE_SECONDS)
         if min(status_board.end_errors(FOLLOWS)) != status_board.rank:
-            time.sleep(_ABORT_TIMEOUT)  # where that one has caught it, the first one of those that have not does so
+            time.sleep(_ABORT_TIMEOUT)  # the lowest rank that has not caught the error reports
         return []
     status_board.finish(FAILED, own_error)
     expected = set(getattr(error, "ranks", ()))
@@ -100,9 +100,9 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
         time.sleep(0.01)
     failures = status_board.end_errors()
     if any(status_board.has_died(r) for r in failures):
-        time.sleep(_ABORT_TIMEOUT)  # the job is about to end by one that has reported
+        time.sleep(_ABORT_TIMEOUT)  # the process that reports is about to end the job
     if min(failures) != status_board.rank:
-        time.sleep(_ABORT_TIMEOUT)  # the first one reports, and ends the job
+        time.sleep(_ABORT_TIMEOUT)  # the lowest rank reports, and ends the job
         return []
     same = [r for r in failures if r != status_board.rank and failures[r] == failures[status_board.rank]]
     lines = [f"raised alike by {len(same)} more processes: {', '.join(map(str, same))}"] if same else []
@@ -114,7 +114,7 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
 
 
 def error_like(origin: int, who: str, text_of_error: str) -> Exception:
-    """A copy of the error that a worker raised in another process, for those that waited for it."""
+    """A copy of the error that a worker raised in another process."""
     name, _, text = text_of_error.partition(": ")
     error = rebuilt_error(name, text)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
@@ -128,13 +128,15 @@ class Watchdog:
     def __init__(self, transport: ProcessGroup, call: Call | None):
         assert transport.status_board is not None
         self.transport, self.status_board, self.call = transport, transport.status_board, call
-        self.seen: object = None
-        self.since = 0.0
-        self.mark: tuple[float, tuple] | None = None
+        self.suspicion: object = None
+        self.unchanged_since = 0.0
+        self.last_progress: tuple[float, tuple] | None = None
 
     def until(self, done: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
-        """Poll until done() holds, with meanwhile() in between. Raises DeadlockError where it never will, StallError
-        where nothing moves."""
+        """Poll until done() is true, and call meanwhile() between polls.
+
+        Raises what `look` raises: the error of another process, DeadlockError or StallError.
+        """
         started = time.monotonic()
         next_look, awake = started + LOOK_INTERVAL, started + _SPIN_SECONDS
         while not done():
@@ -153,7 +155,7 @@ class Watchdog:
                 awake = now + 2 * nap
 
     def through(self, work: Callable[[], Any]) -> Any:
-        """The result of work(), which blocks. It runs in a thread, which is abandoned where it cannot end."""
+        """The result of work(), which blocks. It runs in a thread, which is abandoned if this wait raises."""
         result: list[Any] = []
         errors: list[BaseException] = []
 
@@ -172,19 +174,24 @@ class Watchdog:
         return result[0]
 
     def reason(self) -> None:
-        """A connection was closed: raise the reason, if it shows within `_REASON_TIMEOUT` seconds."""
+        """Raise the reason why a connection was closed, if it is published within `_REASON_TIMEOUT` seconds."""
         until = time.monotonic() + _REASON_TIMEOUT
         while (now := time.monotonic()) < until:
             self.look(now)
             time.sleep(0.02)
 
     def _show_waiting(self) -> None:
-        """Show on the status board that this process waits for blocks: a process that polls seems to work."""
-        if self.status_board.head[1] != WAITING and self.status_board.coming is not None:
+        """Show on the status board that this process waits for blocks: polling uses the processor, like work."""
+        if self.status_board.row["state"] != WAITING and self.status_board.current is not None:
             self.status_board.start_waiting(self.transport.stage)
 
     def look(self, now: float) -> None:
-        """Raise the error that ends this wait, if there is one. Errors have to be seen twice, so call it again."""
+        """Raise if this wait cannot end, or takes too long.
+
+        Raises a copy of the error that another process of this mesh raised in this map; DeadlockError for a cycle of
+        waits, or a process that has died; StallError after `time_limit` seconds without progress. A deadlock must be
+        seen in two calls with no change in between, so callers repeat this call.
+        """
         self.status_board.publish()
         self.status_board.poll()
         broken = self.status_board.failure_of(self.transport.stage, self.transport.ranks)
@@ -194,20 +201,20 @@ class Watchdog:
         if self.status_board.rank in cycle:
             ranks = sorted({*cycle, *(m for absent in cycle.values() for m in absent)})
             if self._is_unchanged(now, ranks, cycle) and (
-                self.status_board.have_published(cycle) or now - self.since > _PUBLISH_TIMEOUT
+                self.status_board.have_published(cycle) or now - self.unchanged_since > _PUBLISH_TIMEOUT
             ):
                 raise deadlock(self._waits(cycle))
         else:
             # A wait for blocks is in no cycle, but cannot end if a process of the map has died.
             dead = self._dead()
             if not dead:
-                self.seen = None
-            elif self._is_unchanged(now, dead, dead) and now - self.since > _PUBLISH_TIMEOUT:
+                self.suspicion = None
+            elif self._is_unchanged(now, dead, dead) and now - self.unchanged_since > _PUBLISH_TIMEOUT:
                 raise deadlock(self._waits({self.status_board.rank: dead}))
         limit = self.transport.time_limit
         if not limit:
             return
-        # Computing, or going from collective to collective, is progress.
+        # A process that computes, or goes from collective to collective, makes progress.
         others = self.status_board.missing(self.status_board.rank) or [
             r for r in self.transport.ranks if r != self.status_board.rank
         ]
@@ -217,25 +224,25 @@ class Watchdog:
             self.status_board.cpu_seconds(r) for r in known_ranks if self.status_board.row_of(r)["state"] != WAITING
         )
         state = (self.status_board.progress(known_ranks), worked)
-        if self.mark is None:
-            self.mark = now, state
+        if self.last_progress is None:
+            self.last_progress = now, state
             return
-        since, (beats, before) = self.mark
+        since, (beats, before) = self.last_progress
         if state[0] != beats or worked - before > max(0.05, 0.02 * (now - since)):
-            self.mark = now, state
+            self.last_progress = now, state
         elif now - since > limit:
             raise self._stalled(limit, self.status_board.missing(self.status_board.rank))
 
     def _is_unchanged(self, now: float, ranks: Sequence[int], what: object) -> bool:
-        """Whether the same was seen before, and nothing has changed in these processes since."""
+        """Whether `what` was seen before, and the rows of these processes have not changed since."""
         seen = what, self.status_board.progress(ranks)
-        if seen != self.seen:
-            self.seen, self.since = seen, now
+        if seen != self.suspicion:
+            self.suspicion, self.unchanged_since = seen, now
             return False
-        return self.status_board.is_fresh(ranks, self.since)
+        return self.status_board.is_fresh(ranks, self.unchanged_since)
 
     def _dead(self) -> list[int]:
-        """The processes of this mesh that have died before they left the program."""
+        """The processes of this mesh that died before they left the program."""
         status_board = self.status_board
         others = [r for r in self.transport.ranks if r != status_board.rank and status_board.is_known(r)]
         return [r for r in others if status_board.row_of(r)["state"] != LEFT and status_board.has_died(r)]
@@ -261,7 +268,7 @@ class Watchdog:
         return lines
 
     def _last(self, rank: int) -> tuple[str, list[str]]:
-        """The last call of a worker, and a line with its source, if known."""
+        """The last call of a worker, and a line with its source if it is known."""
         call, _, source = (self.status_board.calls(rank) or ["a collective"])[0].partition(" at ")
         return call, [f"  at {source}"] if source else []
 
@@ -273,10 +280,8 @@ class Watchdog:
         for rank in self.transport.ranks:
             who = self._who(rank)
             if not self.status_board.is_known(rank):
-                lines.append(
-                    f"{who} "
-                    + ("has made no mesh" if self.status_board.whole else "is on another host, or has made no mesh")
-                )
+                elsewhere = "" if self.status_board.single_host else "is on another host, or "
+                lines.append(f"{who} {elsewhere}has made no mesh")
                 continue
             does = "is missing" if rank in absent else "waits"
             if self.status_board.hosts is not None and self.status_board.hosts.silent(rank):

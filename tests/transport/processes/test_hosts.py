@@ -47,7 +47,7 @@ def boards() -> Iterator[list[StatusBoard]]:
     files: dict[str, SharedFile] = {}
     made = [StatusBoard(rank, 3, partial(shared, files, host)) for rank, host in enumerate(["one", "two", "two"])]
     for board in made:
-        board.whole = False
+        board.single_host = False
         board.hosts = Hosts(board)
     for board in made:
         for other in made:
@@ -81,7 +81,7 @@ def test_the_error_of_a_map_is_known_on_another_host(boards):
 def test_waits_for_each_other_across_hosts_are_a_circle(boards):
     one, two, _ = boards
     for board, group in (one, 5), (two, 6):
-        board.enter(board.rendezvous_of(group, (0, 1)), start("a collective"))
+        board.enter(board.rendezvous_count(group, (0, 1)), start("a collective"))
     for board in (one, two):
         board.start_waiting(1)
     assert comes(lambda: one.wait_cycle() == two.wait_cycle() == {0: [1], 1: [0]}, one, two)
@@ -130,9 +130,9 @@ def test_nothing_is_sent_while_nobody_waits(boards):
     one, *_ = boards
     assert comes(lambda: one.is_known(1), one)
     time.sleep(1.5)  # Until it has stopped asking.
-    sent = [host.sent for host in one.hosts.hosts.values()]
+    asked = [host.asked_at for host in one.hosts.hosts.values()]
     time.sleep(0.5)
-    assert [host.sent for host in one.hosts.hosts.values()] == sent
+    assert [host.asked_at for host in one.hosts.hosts.values()] == asked
     assert sum(thread.name == "spmd-hosts" for thread in threading.enumerate()) == 3
 
 

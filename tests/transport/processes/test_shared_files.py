@@ -229,7 +229,7 @@ def test_without_any_file_there_is_a_warning_and_a_board_of_its_own():
     assert warning.filename == __file__
     assert "/dev/shm: No space left on device" in str(warning.message)
     assert "no progress for SPMD_TIMEOUT seconds" in str(warning.message)
-    assert not board.whole
+    assert not board.single_host
     assert [board.is_local(r) for r in range(4)] == [False, True, False, False]
 
 

@@ -841,7 +841,7 @@ def test_what_is_under_way_keeps_its_buffers():
 
     class Engine:
         def __init__(self):
-            self.pending, self.last = set(), None
+            self.pending, self.last_call = set(), None
 
         def arrive(self, requests, call):
             assert buffer() is not None
