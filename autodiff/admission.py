@@ -1,4 +1,4 @@
-"""What is an array to this library: one function admits it at every door.
+"""What counts as an array in this library: one function decides for all entry points.
 
 Arrays enter as arguments of maps and transformations, as cotangents and tangents, as operands beside other arrays, as
 constants that a body closes over, as blocks, and as results. Each of these doors asks `admit`, which gives a plain

@@ -69,16 +69,16 @@ def check_vjp(
     _compare_values(f, ys, tree.leaves(fun(*xs)), coarse)
     gs = [_random_like(rng, y) for y in ys]
     vs = [_random_like(rng, x) for x in xs]
-    found = pull(tree.unflatten(out_tree, gs))
-    for path, x, p in zip(paths, xs, found, strict=True):
+    arg_cotangents = pull(tree.unflatten(out_tree, gs))
+    for path, x, p in zip(paths, xs, arg_cotangents, strict=True):
         have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
         if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
             raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
-    here = _Point(fun, paths, xs, ys, gs, vs, found)
-    wide = _in_double(here) if coarse > _DOUBLE else None
+    point = _Point(fun, paths, xs, ys, gs, vs, arg_cotangents)
+    wide = _in_double(point) if coarse > _DOUBLE else None
     if wide is not None:
         _check_direction(wide, atol, rtol or tolerance(_DOUBLE), eps or _DOUBLE ** (1 / 3))
-        _compare_precisions(here, wide, atol, max(rtol or 0, coarse**0.5))
+        _compare_precisions(point, wide, atol, max(rtol or 0, coarse**0.5))
     elif tolerance(coarse) > 0.1:
         raise _failure(
             f,
@@ -88,7 +88,7 @@ def check_vjp(
             "leave out what casts to half precision, for the check",
         )
     else:
-        _check_direction(here, atol, rtol or tolerance(coarse), eps or coarse ** (1 / 3))
+        _check_direction(point, atol, rtol or tolerance(coarse), eps or coarse ** (1 / 3))
 
 
 @api_boundary
@@ -172,7 +172,8 @@ def _compare_values(f: Callable, traced: list, bare: list, eps: float) -> None:
 
 
 class _Point(NamedTuple):
-    """A function where it is checked: arguments and how they are written, results, cotangents, directions, pullback."""
+    """A function at the checked point: argument paths and values, results, their cotangents, directions, and the
+    cotangents of the arguments."""
 
     fun: Callable
     paths: list[str]
@@ -180,33 +181,33 @@ class _Point(NamedTuple):
     ys: list
     gs: list
     vs: list
-    found: Sequence[Any]
+    arg_cotangents: Sequence[Any]
 
     @property
     def scale(self) -> float:
         """The sum of the sizes of all terms, by which errors are measured."""
         sizes = [(g, y) for g, y in zip(self.gs, self.ys, strict=True) if _counts(g)]
         moved = [np.abs(_wide(v)) + np.abs(_wide(x)) for v, x in zip(self.vs, self.xs, strict=True)]
-        sizes += zip(self.found, moved, strict=True)
+        sizes += zip(self.arg_cotangents, moved, strict=True)
         return sum(_dot(np.abs(_wide(a)), np.abs(_wide(b))) for a, b in sizes)
 
 
-def _in_double(here: _Point) -> _Point | None:
-    """The same in double precision; None of a function that does not use it."""
-    xs, gs, vs = ([_wide(x) for x in some] for some in (here.xs, here.gs, here.vs))
+def _in_double(point: _Point) -> _Point | None:
+    """The point in double precision; None if the function does not compute in it."""
+    xs, gs, vs = ([_wide(x) for x in some] for some in (point.xs, point.gs, point.vs))
     try:
-        value, pull = vjp(here.fun, *xs)
+        value, pull = vjp(point.fun, *xs)
         ys, out_tree = tree.flatten(value)
         if _coarsest(ys) > _DOUBLE:
             return None
-        return here._replace(xs=xs, ys=ys, gs=gs, vs=vs, found=pull(tree.unflatten(out_tree, gs)))
+        return point._replace(xs=xs, ys=ys, gs=gs, vs=vs, arg_cotangents=pull(tree.unflatten(out_tree, gs)))
     except DifferentiationError:
         return None
 
 
-def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
+def _check_direction(point: _Point, atol: float, rtol: float, h: float) -> None:
     """Compare the pullback along the directions with a finite difference of step h."""
-    fun, _, xs, _, gs, *_ = here
+    fun, _, xs, _, gs, *_ = point
 
     def paired(these: list, those: list) -> float:
         pairs = zip(gs, these, those, strict=True)
@@ -217,21 +218,21 @@ def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
         over, middle, under = (
             tree.leaves(fun(*(_moved(x, s * h, v) for x, v in zip(xs, vs, strict=True)))) for s in (1, 0, -1)
         )
-        scale = here._replace(vs=vs).scale
-        exact = sum(_dot(p, v) for p, v in zip(here.found, vs, strict=True))
+        scale = point._replace(vs=vs).scale
+        exact = sum(_dot(p, v) for p, v in zip(point.arg_cotangents, vs, strict=True))
         bend = (paired(over, middle) - paired(middle, under)) / h
         return paired(over, under) / (2 * h), exact, atol + rtol * scale, abs(bend)
 
     for step in (h, h / 10):  # the smaller one where third derivatives are large
-        numeric, exact, bound, _ = compare(here.vs, step)
+        numeric, exact, bound, _ = compare(point.vs, step)
         if abs(numeric - exact) <= bound:
             return
-    alone = [compare([v if i == k else 0 * v for i, v in enumerate(here.vs)], h) for k in range(len(xs))]
+    alone = [compare([v if i == k else 0 * v for i, v in enumerate(point.vs)], h) for k in range(len(xs))]
     k = max(range(len(xs)), key=lambda k: _excess(*alone[k][:3]))
     numeric, exact, bound, bend = alone[k]
     raise _failure(
         fun,
-        here.paths[k],
+        point.paths[k],
         f"{exact:.10g} by the pullback",
         f"{numeric:.10g} by finite difference, within {bound:.2g}",
         "move to a place where neither f nor its pullback is NaN"
@@ -243,12 +244,12 @@ def _check_direction(here: _Point, atol: float, rtol: float, h: float) -> None:
     )
 
 
-def _compare_precisions(here: _Point, wide: _Point, atol: float, rtol: float) -> None:
-    """Raise where a pullback in lower precision parts from that in double."""
+def _compare_precisions(point: _Point, wide: _Point, atol: float, rtol: float) -> None:
+    """Raise if the pullback in lower precision differs from the one in double precision."""
     bound = atol + rtol * wide.scale
-    for path, p, w, v in zip(here.paths, here.found, wide.found, wide.vs, strict=True):
+    for path, p, w, v in zip(point.paths, point.arg_cotangents, wide.arg_cotangents, wide.vs, strict=True):
         if not np.sum(np.abs(_wide(p) - w) * np.abs(v)) <= bound:
-            raise _failure(here.fun, path, f"{p} by the pullback", f"{w}, that in double, within {bound:.2g}")
+            raise _failure(point.fun, path, f"{p} by the pullback", f"{w}, that in double, within {bound:.2g}")
 
 
 def _check_jvp(f: Callable, args: Sequence[Any], seed: int) -> None:
@@ -258,11 +259,11 @@ def _check_jvp(f: Callable, args: Sequence[Any], seed: int) -> None:
     value, pull = vjp(fun, *xs)
     ys, out_tree = tree.flatten(value)
     gs, vs = [_random_like(rng, y) for y in ys], [_random_like(rng, x) for x in xs]
-    found = pull(tree.unflatten(out_tree, gs))
+    arg_cotangents = pull(tree.unflatten(out_tree, gs))
     pushed = tree.leaves(jvp(fun, xs, vs)[1])
     forward = sum(_dot(g, t) for g, t in zip(gs, pushed, strict=True) if _counts(g))
-    backward = sum(_dot(p, v) for p, v in zip(found, vs, strict=True))
-    bound = _coarsest([*xs, *ys]) ** 0.5 * _Point(fun, paths, xs, ys, gs, vs, found).scale
+    backward = sum(_dot(p, v) for p, v in zip(arg_cotangents, vs, strict=True))
+    bound = _coarsest([*xs, *ys]) ** 0.5 * _Point(fun, paths, xs, ys, gs, vs, arg_cotangents).scale
     if not abs(forward - backward) <= bound:
         raise _failure(
             f, "the tangent", f"{forward:.10g} by jvp", f"{backward:.10g} by the pullback, within {bound:.2g}"

@@ -102,18 +102,18 @@ class Method(tuple):
 
 
 class Primitive:
-    """A function on arrays with one rule per array argument (or one rule for all, which is told which argument).
+    """A function on arrays with one rule per array argument (or one rule for all, which takes the argument's index).
 
     rules: the rule of each leading array argument; None for an argument without derivative.
     variadic: in place of rules, `variadic(k, g, ans, *args, **kwargs)` gives the cotangent of argument k.
-    linear: with variadic, the function is linear in each argument: the rule of argument k does not ask for its value.
+    linear: with variadic, the function is linear in each argument: the rule of argument k does not use its value.
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
     defer: `defer(sweep_state, g, leaf, *args)` may return a Future for the cotangent of a leaf; None: use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
-    over: `over(g, ans, *args)`, for all arguments, gives what the rule gives, and may write it over g.
-    early: of two arguments the second one's rule alone asks for the first one's value. It is called first, so that the
-        first argument can go, and leave its memory, before its own cotangent is made.
-    same: for two operands that are one and the same array, a primitive of it alone, where that is less work.
+    over: `over(g, ans, *args)` gives what the rule gives, for every argument. It may overwrite g with the result.
+    early: of two arguments, only the second one's rule uses the first one's value. That rule runs first, so that the
+        memory of the first argument is free before its own cotangent is computed.
+    same: a primitive of one array, used where both operands are the same array and this is less work.
     """
 
     __slots__ = (

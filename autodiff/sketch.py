@@ -1,4 +1,4 @@
-"""Sketches: a few numbers that tell apart two arrays that should be equal up to rounding.
+"""Sketches: a few numbers per array that show whether two arrays are equal up to rounding.
 
 A block of entries x has the sketch <w, x> and |x|, for weights w of random signs, which are the same for every block.
 Rounding errors, which know nothing of the signs, move <w, x> by about eps |x|; an entry that has another value, or

@@ -20,8 +20,8 @@ absent: Any = np._NoValue
 """The default of options that NumPy tells apart from every value."""
 
 
-def given(**options) -> dict[str, Any]:
-    """The options that are there."""
+def passed_options(**options) -> dict[str, Any]:
+    """The options that the caller passes."""
     return {name: value for name, value in options.items() if value is not absent}
 
 
@@ -38,10 +38,10 @@ def expand(g, like, axis, keepdims):
 
 
 _SMALL = 4096
-"""Entries below which writing a number out is quicker than a view of it."""
+"""Below this many entries, filling an array is faster than a broadcast view."""
 
 
-def kept(x, where):
+def masked_to_zero(x, where):
     """The entries of x that `where` selects, zero for the others."""
     return x if where is True else np.where(where, x, 0)
 
@@ -60,7 +60,7 @@ def largest(x, axis=None, keepdims=False):
 
 
 def conj(x):
-    """The conjugate; a real x itself."""
+    """The conjugate of x; x if it is real."""
     return np.conj(x) if np.iscomplexobj(x) else x
 
 
@@ -74,7 +74,7 @@ def array(x) -> Any:
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
-def front(x, axis):
+def axes_to_front(x, axis):
     """x with the dimensions `axis` (None for all) as one, the first; the dimensions, and the shape with keepdims."""
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
     moved = np.moveaxis(x, axes, tuple(range(len(axes))))
@@ -83,7 +83,7 @@ def front(x, axis):
 
 
 def back(flat, axes, shape):
-    """What `front` made of an array of `shape`, undone."""
+    """The inverse of `axes_to_front`, for an array of `shape`."""
     moved = [shape[i] for i in axes] + list(flat.shape[1:])
     return np.moveaxis(np.reshape(flat, moved), tuple(range(len(axes))), axes)
 
@@ -97,12 +97,12 @@ def wide(x):
 
 
 def _sum(g, _ans, _x, axis=None, dtype=None, out=None, keepdims=False, initial=0, where=True):
-    return kept(expand(g, _x, axis, keepdims), where)
+    return masked_to_zero(expand(g, _x, axis, keepdims), where)
 
 
 def _mean(g, _ans, _x, axis=None, dtype=None, out=None, keepdims=False, *, where=True):
     n = count(g, _x, axis, keepdims, where)
-    return kept(expand(g * (1 / (n + (n == 0))), _x, axis, keepdims), where)
+    return masked_to_zero(expand(g * (1 / (n + (n == 0))), _x, axis, keepdims), where)
 
 
 def _spread(g, x, axis, keepdims, free, where):
@@ -111,7 +111,7 @@ def _spread(g, x, axis, keepdims, free, where):
     scale = np.where(n > 0, 2 / nonzero(n), math.nan) if where is not True else 2 / n if n > 0 else math.nan
     mask = {} if where is True else {"where": where}  # an option that CuPy's has not
     deviation = x - np.mean(x, axis=axis, keepdims=True, dtype=wide(x), **mask)
-    return kept(expand(g.astype(wide(g) or g.dtype) * scale, x, axis, keepdims) * conj(deviation), where)
+    return masked_to_zero(expand(g.astype(wide(g) or g.dtype) * scale, x, axis, keepdims) * conj(deviation), where)
 
 
 def _freedom(ddof, correction):
@@ -161,7 +161,11 @@ def _moment(prim, finish):
         mean=absent,
         correction=absent,
     ):
-        options = given(correction=correction) if where is True else given(correction=correction, where=where)
+        options = (
+            passed_options(correction=correction)
+            if where is True
+            else passed_options(correction=correction, where=where)
+        )
         if mean is absent:
             return prim(a, axis=axis, dtype=dtype, ddof=ddof, keepdims=keepdims, **options)
         free = _freedom(ddof, correction)
@@ -171,7 +175,7 @@ def _moment(prim, finish):
             lambda a, **_: finish(about(a - mean, axis, dtype, free, keepdims, where)),
             a,
             **options,
-            **given(correction=correction),
+            **passed_options(correction=correction),
             **({"ddof": ddof} if correction is absent else {}),
         )
 
@@ -218,7 +222,7 @@ def average(a, axis: Any = None, weights=None, returned=False, *, keepdims=False
 # Extremes: entries that tie share the derivative, and `initial` takes its share as one of them.
 
 
-def share(g, ans, x, axis=None, out=None, keepdims=False, initial=absent, where=True):
+def extremum_rule(g, ans, x, axis=None, out=None, keepdims=False, initial=absent, where=True):
     there = (x == expand(ans, x, axis, keepdims)) & where
     ties = np.sum(there, axis=axis, dtype=np.result_type(g.dtype, np.float32), keepdims=keepdims)
     if initial is not absent and initial is not None:
@@ -227,7 +231,7 @@ def share(g, ans, x, axis=None, out=None, keepdims=False, initial=absent, where=
 
 
 for _f in (np.max, np.amax, np.min, np.amin):
-    rule(_f, share)
+    rule(_f, extremum_rule)
 
 # Products: no division, so that they hold where entries are zero.
 
@@ -244,10 +248,10 @@ def _before(x):
 
 def _prod(g, _ans, x, axis=None, dtype=None, out=None, keepdims=False, initial=1, where=True):
     factors = array(x) if where is True else np.where(where, x, 1)
-    column, axes, _ = front(factors, axis if factors.ndim else None)
+    column, axes, _ = axes_to_front(factors, axis if factors.ndim else None)
     others = _before(column) * np.flip(_before(np.flip(column, 0)), 0)
     g = expand(g if initial is None else g * initial, x, axis, keepdims)
-    return kept(g * back(others, axes, np.shape(x)), where)
+    return masked_to_zero(g * back(others, axes, np.shape(x)), where)
 
 
 def _cumprod(g, _ans, x, axis: Any = None, dtype=None, out=None):

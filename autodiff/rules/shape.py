@@ -1,4 +1,4 @@
-"""Rules of functions that change the shape or the order of entries, join arrays or part them."""
+"""Rules of functions that reshape, reorder, join or split arrays."""
 
 from __future__ import annotations
 

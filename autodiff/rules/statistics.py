@@ -27,7 +27,17 @@ from spmd.autodiff.primitive import (
     refused,
 )
 from spmd.autodiff.registry import primitive, rule
-from spmd.autodiff.rules.reduce import absent, array, front, given, kept, root, share, square, weights_for
+from spmd.autodiff.rules.reduce import (
+    absent,
+    array,
+    axes_to_front,
+    extremum_rule,
+    masked_to_zero,
+    passed_options,
+    root,
+    square,
+    weights_for,
+)
 from spmd.autodiff.rules.shape import along
 from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import find, value_of
@@ -47,7 +57,7 @@ def _take(ordered, position, n):
 
 def _sorted_entries(a, axis, skip):
     """The entries of a in order along the first dimension, how many of them count, and which results are NaN."""
-    column, _, keep = front(a, axis)
+    column, _, keep = axes_to_front(a, axis)
     ordered = np.sort(column, 0)
     nan = np.isnan(ordered)
     n = np.sum(~nan if skip else np.ones_like(nan), 0, keepdims=True)
@@ -137,8 +147,8 @@ def _quantile(a, q, axis, method, keepdims, weights, skip):
     if weights is None:
         position = _position(rows, n, method)
     else:
-        column = front(a, axis)[0]
-        weights = front(np.broadcast_to(weights_for(weights, a, axis), a.shape), axis)[0]
+        column = axes_to_front(a, axis)[0]
+        weights = axes_to_front(np.broadcast_to(weights_for(weights, a, axis), a.shape), axis)[0]
         ordered_weights = np.take_along_axis(np.broadcast_to(weights, column.shape), np.argsort(column, 0), 0)
         if skip:
             ordered_weights = np.where(np.isnan(np.sort(column, 0)), n == 0, ordered_weights)
@@ -212,8 +222,8 @@ for _skipping, _plain, _neutral in (
         lambda a, *args, plain=_plain, neutral=_neutral, **options: plain(_filled(a, neutral), *args, **options)
     )
 
-rule(np.nanmax, share)
-rule(np.nanmin, share)
+rule(np.nanmax, extremum_rule)
+rule(np.nanmin, extremum_rule)
 
 
 def _divided(total, n):
@@ -225,7 +235,7 @@ def _divided(total, n):
 def nanmean(a, axis=None, dtype=None, out=None, keepdims=False, *, where: Any = True):
     where = devices.beside(where, value_of(a))
     n = np.sum(~np.isnan(a) & where, axis, keepdims=keepdims)
-    return _divided(np.sum(kept(_filled(a, 0), where), axis, dtype, keepdims=keepdims), n)
+    return _divided(np.sum(masked_to_zero(_filled(a, 0), where), axis, dtype, keepdims=keepdims), n)
 
 
 @composite(np.nanvar, by_numpy=True)
@@ -236,7 +246,7 @@ def nanvar(
     if mean is absent:
         n = np.sum(mask, axis, keepdims=True)
         # Without any entry the result is NaN by its own count below.
-        mean = np.sum(kept(filled, mask), axis, dtype, keepdims=True) / np.maximum(n, 1)
+        mean = np.sum(masked_to_zero(filled, mask), axis, dtype, keepdims=True) / np.maximum(n, 1)
     deviation = np.where(mask, filled - mean, 0).astype(filled.dtype)
     n = np.sum(mask, axis, keepdims=keepdims) - (ddof if correction is absent else correction)
     return _divided(np.sum(square(deviation), axis, dtype, keepdims=keepdims), n)
@@ -468,7 +478,7 @@ def _reduce_by(ufunc, function):
     """`reduce` by a reduction that NumPy has as a function."""
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
-        options = given(initial=initial) if where is True else given(initial=initial, where=where)
+        options = passed_options(initial=initial) if where is True else passed_options(initial=initial, where=where)
         return function(_cast(ufunc, array, dtype), axis, keepdims=keepdims, **options)
 
     return reduce
@@ -477,7 +487,7 @@ def _reduce_by(ufunc, function):
 def _extreme_reduce(ufunc):
     """`reduce` of fmax and fmin, which skip NaN."""
     name = f"np.{ufunc.__name__}.reduce"
-    return primitive(name, share)(
+    return primitive(name, extremum_rule)(
         lambda x, axis, keepdims, **options: ufunc.reduce(x, axis, keepdims=keepdims, **options)
     )
 
@@ -495,7 +505,7 @@ def _reduce_by_halves(ufunc):
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
         x = _cast(ufunc, array, dtype)
         x = x if where is True else np.where(where, x, ufunc.identity)
-        column, _, keep = front(x, axis if x.ndim else None)
+        column, _, keep = axes_to_front(x, axis if x.ndim else None)
         if initial is not None:
             first = ufunc.identity if initial is absent else initial
             column = np.concatenate([np.full_like(column, first, shape=(1, *column.shape[1:])), column])
@@ -514,7 +524,7 @@ def _reduce_in_order(ufunc):
 
     def reduce(array, axis=0, dtype=None, out=None, keepdims=False, initial=absent, where: Any = True):
         x = _cast(ufunc, array, dtype)
-        column, axes, keep = front(x, axis if x.ndim else None)
+        column, axes, keep = axes_to_front(x, axis if x.ndim else None)
         if len(axes) > 1:
             raise ValueError(
                 f"reduction operation {ufunc.__name__} is not reorderable, so at most one axis may be specified"
@@ -526,7 +536,7 @@ def _reduce_in_order(ufunc):
             total = column[rows.pop(0)]
         elif not rows:
             total = np.full_like(column, initial, shape=column.shape[1:])
-        mask = None if where is True else front(np.broadcast_to(where, x.shape), axis if x.ndim else None)[0]
+        mask = None if where is True else axes_to_front(np.broadcast_to(where, x.shape), axis if x.ndim else None)[0]
         for i in rows:
             following = ufunc(total, column[i])
             total = following if mask is None else np.where(mask[i], following, total)
