@@ -62,7 +62,7 @@ class Taps:
     def T(self) -> Taps:
         return Taps(len(self), *taps.transposed(self.index, self.weight, self.n))
 
-    def on(self, x: Any) -> tuple[Any, Any]:
+    def for_input(self, x: Any) -> tuple[Any, Any]:
         """index and weight on the device of x, weight in the dtype of the computation."""
         wide = accurate(np.dtype(x.dtype))
         dtype = np.dtype({"F": np.float32, "D": np.float64}.get(wide.char, wide))
@@ -131,7 +131,7 @@ def plan_resize(
         except TypeError:
             valid = False
         if not valid:
-            need = "a length: an int; of an empty axis nothing can be made"
+            need = "a length: an int, at least 1" if name == "n" and m != 0 else "a length: an int, at least 0"
             raise SpecError.at(where, argument=name, got=describe(value), need=need, mend=f"{name}=1")
     _check_method(where, method, cubic)
     if align_corners and antialias:
@@ -181,7 +181,7 @@ def resize(
             where,
             argument="shape",
             got=repr(shape),
-            need=f"{x.ndim} lengths for {describe(x)}; of an empty axis nothing can be made",
+            need=f"{x.ndim} lengths for {describe(x)}; an empty axis can only stay empty",
             mend=f"shape={tuple(2 * n for n in x.shape)}",
         )
     _check_method(where, method, cubic)

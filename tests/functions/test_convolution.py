@@ -242,11 +242,11 @@ def test_no_block_is_copied_to_have_a_halo(monkeypatch):
     """What gets a halo are both faces of a block."""
     from spmd.operators import halo, halo_combine
 
-    made, make, place = [], halo.empty, halo_combine.Room.place
+    made, make, place = [], halo.empty, halo_combine.ResultBuffer.place
     for module in halo, halo_combine:
         monkeypatch.setattr(module, "empty", lambda shape, like: made.append(shape) or make(shape, like))
     monkeypatch.setattr(
-        halo_combine.Room, "place", lambda self, *arguments: made.append(self.shape) or place(self, *arguments)
+        halo_combine.ResultBuffer, "place", lambda self, *arguments: made.append(self.shape) or place(self, *arguments)
     )
     mesh, spec = spmd.Mesh(x=3, y=2, scheduler="lockstep"), P(None, None, "x", "y")
     x, w = np.ones((1, 1, 90, 200)), np.ones((1, 1, 3, 5))
