@@ -365,9 +365,9 @@ class HaloExchange(_Movement):
         Each call exchanges the lengths of all blocks. A block without outputs becomes empty. See docs/window.md.
         """
         self = cls.__new__(cls)
-        window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "outputs": outputs}
-        window = {name: _frozen(value) for name, value in window.items()}
-        _Movement.__init__(self, spec=spec, boundary=_frozen(boundary), ceil=ceil, **window)
+        window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil": ceil}
+        options = {name: _frozen(value) for name, value in window.items()} | {"outputs": _frozen(outputs)}
+        _Movement.__init__(self, spec=spec, boundary=_frozen(boundary), **options)
         return self
 
     def plan(self, source: Layout) -> Windows:

@@ -407,8 +407,7 @@ def _synced_axes(x: torch.Tensor, state: State) -> frozenset[str]:
     Raises ReplicaError if x is also computed from other tensors, whose cotangents must be summed before.
     """
     added_axes = state.varying - state_of_tensor(x).varying
-    syncs = {reference() for reference in list(GRADIENT_SYNCS.values())}
-    if x.is_leaf or not any(sync is not None and sync.state.varying & added_axes for sync in syncs):
+    if x.is_leaf or not any(sync is not None and sync.state.varying & added_axes for sync in _all_syncs()):
         return summed_state(x).varying & state.varying
     axes_of_leaves: set[frozenset[str]] = set()
     stack, seen = [x.grad_fn], set()
@@ -434,3 +433,7 @@ def _synced_axes(x: torch.Tensor, state: State) -> frozenset[str]:
             mend=f"spt.pvary(value, {axes}) of each operand, before they are combined",
         )
     return axes_of_leaves.pop() if axes_of_leaves else frozenset()
+
+
+def _all_syncs() -> set[Any]:
+    return {reference() for reference in list(GRADIENT_SYNCS.values())}
