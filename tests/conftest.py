@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import os
 import signal
 import sys
@@ -78,6 +79,14 @@ def placed(x: np.ndarray):
 def scheduler(request) -> str:
     """The test runs once with each scheduler."""
     return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def survivors_are_frozen() -> None:
+    """What outlives the tests of earlier files is not traversed again: at the end of a run a collection would take
+    seconds, and many tests call `gc.collect`."""
+    gc.collect()
+    gc.freeze()
 
 
 _stderr = os.dup(2)
