@@ -46,7 +46,7 @@ __all__ = [
     "zeros",
 ]
 
-allocation.take_from(pool.empty, pool.out_min)
+allocation.set_allocator(pool.empty, pool.out_min)
 
 
 class _Recorded(ModuleType):

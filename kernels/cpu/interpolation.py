@@ -21,7 +21,7 @@ from spmd.kernels.taps import BOUNDARIES, continued, nearest_shift, polynomials
 Ints = tuple[int, ...]
 
 _PIECE = 1 << 14
-"""Points in a piece of NumPy's."""
+"""Points that are sampled at once without numba."""
 
 
 def resample(x: np.ndarray, index: np.ndarray, weight: np.ndarray, axis: int) -> np.ndarray:

@@ -88,6 +88,7 @@ template <class T, class F> __device__ inline void each(T* out, const T* x, inde
     }
 }
 
+// bias: n numbers that repeat along the entries, or null.
 template <class T>
 __global__ void activate(T* out, const T* x, const T* bias, index_t size, index_t n, index_t which, double p0, double p1,
                          double p2, double p3, double p4) {

@@ -91,7 +91,7 @@ template <class R> struct real_of<complex_t<R>> { typedef R type; };
 template <class A> __device__ inline A scaled(A x, A by) { return x * by; }
 template <class R> __device__ inline complex_t<R> scaled(complex_t<R> x, R by) { return {x.re * by, x.im * by}; }
 
-// The number of taps that count.
+// The number of taps that count, at least 1.
 #define COUNT(a, o) counted(o * s##a - l##a, k##a, r##a, from##a, to##a)
 __device__ inline index_t counted(index_t start, index_t k, index_t r, index_t from, index_t to) {
     Range taps = taps_in(start, k, r, from, to);

@@ -235,7 +235,7 @@ x, w = np.ones((2, 4, 6, 6)), np.ones((3, 4, 3, 3))
 ERRORS = {
     "w of other channels": (lambda: functions.conv(x, w[:, :2]), "groups=2"),
     "w of other dimensions": (lambda: functions.conv(x, w[..., 0]), "2 dimensions"),
-    "no batch": (lambda: functions.conv(x[0, 0], w), r"x\[None, None\]"),
+    "no batch": (lambda: functions.conv(x[0, 0], w), r"x\[np.newaxis\]"),
     "integers": (lambda: functions.conv(x.astype(int), w), r"x.astype\(float\)"),
     "groups": (lambda: functions.conv(x, w[:, :2], groups=2), "a divisor"),
     "stride": (lambda: functions.conv(x, w, stride=0), "argument stride"),

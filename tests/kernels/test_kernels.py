@@ -35,6 +35,19 @@ def test_every_engine_has_the_kernels_of_the_family(engine, family):
     assert all(callable(getattr(source(engine, family), name)) for name in FAMILIES[family])
 
 
+HELPERS = {"form", "philox4x32"}
+"""Public functions of the reference that are no kernels."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kernel_of_the_reference_is_registered(family):
+    module = source("reference", family)
+    public = {name for name, f in vars(module).items() if inspect.isfunction(f) and not name.startswith("_")}
+    assert {name for name in public if getattr(module, name).__module__ == module.__name__} - HELPERS == {
+        *FAMILIES[family]
+    }
+
+
 @pytest.mark.parametrize(("family", "name"), NAMES)
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_signatures_are_those_of_the_reference(engine, family, name):

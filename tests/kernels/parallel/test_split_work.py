@@ -205,7 +205,7 @@ def test_each_gives_all_results_in_order_and_splits_what_takes_long(cores, sizes
     with split_work.SplitScope(lambda: cores):
         assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
     assert ran == split
-    # What is called one after the other finds the team as it is.
+    # What is called one after the other finds the scope as it is.
     assert sorted(calls) == [(k, 1 if split else cores) for k in range(len(sizes))]
     calls.clear()
     assert split_work.call_each(makes, nbytes) == list(range(len(sizes)))
