@@ -18,7 +18,9 @@ def check_spatial(where: str, x: Any) -> None:
     """Raise unless x is (N, C, *spatial)."""
     if not 3 <= x.ndim <= 5:
         need = "shape (N, C, *spatial), with one to three spatial dimensions"
-        mend = "x[np.newaxis] for a single example; x[None, None] for a single image without channels"
+        mend = "np.reshape(x, (N, C, *spatial))"
+        if x.ndim < 3:
+            mend = "x[np.newaxis] for a single example; x[None, None] for a single image without channels"
         raise SpecError.at(where, argument="x", got=describe(x), need=need, mend=mend)
 
 
