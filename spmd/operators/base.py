@@ -29,7 +29,7 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Handle
-from spmd.transport.plan import Plan, Plans, part_of
+from spmd.transport.plan import Plan, part_of
 
 __all__ = ["Called", "Collective", "Linear", "Operator", "each_leaf", "move", "named"]
 
@@ -217,6 +217,7 @@ class Collective:
 
     def out_shape(self, group: Group, shapes: Sequence[Shape], dtype: np.dtype) -> Shape:
         """The shape of this member's result, given the shapes of all members' blocks, as plans say it: nothing moves.
+        What takes several plans overrides it.
 
         Raises LayoutError where such blocks do not fit each other.
         """
@@ -232,8 +233,6 @@ class Collective:
         blocks = [np.broadcast_to(np.zeros((), dtype), shape) for shape in shapes]
         plans = [self._checked_plan(group.of_member(k), block) for k, block in enumerate(blocks)]
         own = plans[group.index]
-        if isinstance(own, Plans):
-            return own.shape
         received = [part_of(block, plan.parts[group.index]) for block, plan in zip(blocks, plans, strict=True)]
         return own.complete([None if part is None else part.shape for part in received]).shape
 

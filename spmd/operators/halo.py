@@ -159,11 +159,21 @@ class HaloExchange(Halo):
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
         lengths = yield from self._gather_lengths(comm, self._dimensions(group, x.ndim), call)
-        sizes = tuple(lengths.get(d, self._given(d)) for d in range(x.ndim))
-        plans = self._plans_with(group, x.shape, x.dtype, nothing, sizes)
+        plans = self._plans_for(group, x.shape, x.dtype, lengths, nothing)
         if not lengths:
             bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
         return plans
+
+    def _plans_for(
+        self,
+        group: Group,
+        shape: Shape,
+        dtype: np.dtype,
+        lengths: dict[int, tuple[int, ...]],
+        nothing: bool = False,
+    ) -> HaloPlans:
+        sizes = tuple(lengths.get(d, self._given(d)) for d in range(len(shape)))
+        return self._plans_with(group, shape, dtype, nothing, sizes)
 
     def _plans_with(
         self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, sizes: tuple[Any, ...]
@@ -259,8 +269,14 @@ class HaloAccumulate(Halo):
         return {}
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        dimensions, shape = self._dimensions(group, x.ndim), x.shape
-        lengths = yield from self._gather_lengths(comm, dimensions, call)
+        lengths = yield from self._gather_lengths(comm, self._dimensions(group, x.ndim), call)
+        plans = self._plans_for(group, x.shape, x.dtype, lengths)
+        if not lengths:
+            bounded(self._cached_plans)[group, x.shape, x.dtype] = plans
+        return plans
+
+    def _plans_for(self, group: Group, shape: Shape, dtype: np.dtype, lengths: dict[int, tuple[int, ...]]) -> Plans:
+        dimensions = self._dimensions(group, len(shape))
         block, sizes = self._cropped(dimensions, shape, lengths)
         stages = stages_of(dimensions, block, sizes)
         need = tuple(stage.length for stage in stages)
@@ -272,10 +288,7 @@ class HaloAccumulate(Halo):
                 need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
                 mend="give the spec, widths, boundary and sizes of the exchange",
             )
-        plans = self._plans_with(stages, shape, x.dtype, self._like(type(self), sizes=sizes, block=block))
-        if not lengths:
-            bounded(self._cached_plans)[group, shape, x.dtype] = plans
-        return plans
+        return self._plans_with(stages, shape, dtype, self._like(type(self), sizes=sizes, block=block))
 
     def _plans_with(self, stages: Sequence[Stage], shape: Shape, dtype: np.dtype, bound: Operator) -> Plans:
         steps, block = [], list(shape)

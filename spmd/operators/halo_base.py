@@ -17,6 +17,7 @@ from spmd.operators.halo_geometry import Dimension, dimensions_of
 from spmd.operators.memo import bounded
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
+from spmd.transport.plan import Plans
 
 Kind = TypeVar("Kind", bound="Halo")
 
@@ -81,6 +82,21 @@ class Halo(Operator):
         for d, handle in zip(unknown, handles, strict=True):
             lengths[d] = tuple(shape[d] for shape in (yield handle))
         return lengths
+
+    def out_shape(self, group: Group, shapes: Sequence[Shape], dtype: np.dtype) -> Shape:
+        own = shapes[group.index]
+        for k, shape in enumerate(shapes):
+            self.check(group.of_member(k), np.broadcast_to(np.zeros((), dtype), shape))
+        lengths = {
+            d: tuple(shapes[group.members.index(worker)][d] for worker in dim.line.members)
+            for d, dim in enumerate(self._dimensions(group, len(own)))
+            if not dim.alone and self._given(d) is None
+        }
+        return self._plans_for(group, own, dtype, lengths).shape
+
+    def _plans_for(self, group: Group, shape: Shape, dtype: np.dtype, lengths: dict[int, tuple[int, ...]]) -> Plans:
+        """The plans for a block of this shape. lengths: per dimension the lengths of all blocks, where not given."""
+        raise NotImplementedError
 
     def check(self, group: Group, x: np.ndarray) -> None:
         if (group, x.shape) not in self._checked:

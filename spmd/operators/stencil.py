@@ -132,6 +132,9 @@ class Stencil(Operator):
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         return Chained(self._apply(comm, group, x, call))
 
+    def out_shape(self, group: Group, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> tuple[int, ...]:
+        return shapes[group.index]
+
     def repeatable_plan(self, group: Group, x: np.ndarray) -> None:
         return None
 
