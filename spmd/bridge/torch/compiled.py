@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 import spmd
-from spmd.bridge.torch.compiled_shapes import differs_by_worker, ndims_seen, result_lengths, tokens
+from spmd.bridge.torch.compiled_shapes import check_planned, differs_by_worker, ndims_seen, result_lengths, tokens
 from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
@@ -88,6 +88,7 @@ def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
             need="one linear operator",
             mend="call it outside of the compiled function",
         )
+    check_planned(token, tuple(x.shape), tuple(y.shape), here("torch.compile"))
     y = _own(y, x)
     return y, _ticket(op, calls[0].context)
 

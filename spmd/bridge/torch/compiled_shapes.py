@@ -22,7 +22,7 @@ from spmd.state import ROOTED
 from spmd.transport.call import Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["differs_by_worker", "ndims_seen", "result_lengths", "tokens"]
+__all__ = ["check_planned", "differs_by_worker", "ndims_seen", "result_lengths", "tokens"]
 
 tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 """The functions that graphs refer to, with their arguments, by their names there."""
@@ -48,6 +48,20 @@ def result_lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[
         return lengths[0] if len(set(lengths)) == 1 else same[0] if same else None
 
     return tuple(length(*lengths) for lengths in zip(*planned, strict=True))  # type: ignore[arg-type]
+
+
+def check_planned(token: str, shape: tuple[int, ...], result: tuple[int, ...], worker: Worker) -> None:
+    """Raise where a block of this shape has a result of other lengths than a graph takes for granted: plans are made
+    for other blocks that are as long as this one, or longer."""
+    axes = tuple(worker.mesh.axes.items())
+    planned = _planned(token, shape, axes, worker.index if differs_by_worker(token) else None)
+    if planned is not None and any(n not in (None, m) for n, m in zip(planned, result, strict=True)):
+        raise MeshError.at(
+            f"a compiled call of {token.split('(')[0]}",
+            got=f"a result of shape {list(result)} for a block of shape {list(shape)}, as other blocks are shorter",
+            need=f"shape {[n if n is not None else '?' for n in planned]}, for which the graph was made",
+            mend="give the lengths of the blocks (shape=... or sizes=...); torch.compiler.disable keeps this call out",
+        )
 
 
 def _ndim(token: str, shape: tuple[Any, ...], open_dims: list[int], axes: tuple, worker: Worker) -> int:
@@ -96,6 +110,14 @@ class _BlockFrontend:
 
     def vary(self, x: _Block, names: Sequence[str], worker: Worker) -> _Block:
         return x
+
+    declare = vary
+
+    def bare(self, x: _Block) -> _Block:
+        return x
+
+    def data(self, x: _Block) -> None:
+        return None
 
 
 frontends.register(_Block, cast(Any, _BlockFrontend()))
@@ -151,7 +173,12 @@ def _planned_on(
             return own
         group = mesh.group(index, op.axes)
         return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
-    except (ValueError, TypeError, RuntimeError):
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+    ):  # AttributeError: of a function of several collectives
         return None
     finally:
         WORKER.reset(outer)
