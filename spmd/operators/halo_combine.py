@@ -46,7 +46,7 @@ def _add(out: Any, g: Any, pieces: Sequence[Piece], d: int) -> None:
 
 
 def crops(pieces: Sequence[Piece], length: int) -> bool:
-    """Whether the sum of these pieces is a slice of the result."""
+    """Whether the sum of these pieces is a slice of the array that they are taken from."""
     return len(pieces) == 1 and whole_piece(pieces, length) is not None
 
 

@@ -86,8 +86,8 @@ def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Wor
 def _prepare(
     op: Collective, x: np.ndarray, state: State | None, worker: Worker, frame: FrameType | None, key: Any
 ) -> Any:
-    """Prepare the call of a user's line with such a block. False where calls are not the same each time; None where
-    that is not known yet."""
+    """Prepare the call of a user's line with such a block. False where calls differ from time to time, or
+    need more than their plan; None where that is not known yet."""
     if frame is not None and caller(frame) is not frame:
         bounded(worker.prepared)[key] = _ABOVE
         return _ABOVE

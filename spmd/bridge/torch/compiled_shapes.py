@@ -52,13 +52,13 @@ def result_lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[
 
 def check_planned(token: str, shape: tuple[int, ...], result: tuple[int, ...], worker: Worker) -> None:
     """Raise where a block of this shape has a result of other lengths than a graph takes for granted: plans are made
-    for other blocks that are as long as this one, or longer."""
+    for other blocks that differ from this one by at most one entry in each dimension."""
     axes = tuple(worker.mesh.axes.items())
     planned = _planned(token, shape, axes, worker.index if differs_by_worker(token) else None)
     if planned is not None and any(n not in (None, m) for n, m in zip(planned, result, strict=True)):
         raise MeshError.at(
             f"a compiled call of {token.split('(')[0]}",
-            got=f"a result of shape {list(result)} for a block of shape {list(shape)}, as other blocks are shorter",
+            got=f"a result of shape {list(result)} for a block of shape {list(shape)}, as other blocks are much shorter",
             need=f"shape {[n if n is not None else '?' for n in planned]}, for which the graph was made",
             mend="give the lengths of the blocks (shape=... or sizes=...); torch.compiler.disable keeps this call out",
         )
@@ -138,8 +138,8 @@ def _planned(
     token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
 ) -> tuple[int | None, ...] | None:
     """The lengths of the result by the operator's plans, where all blocks have the shape of this worker's; None for
-    those that are others where the other workers' blocks are longer. index: which worker; None: any, since one graph
-    serves all.
+    those that differ where the other workers' blocks are an entry longer or shorter. index: which worker; None: any,
+    since one graph serves all.
 
     None where such blocks do not fit each other.
     """
@@ -151,8 +151,9 @@ def _planned(
     root = getattr(function, "root", None) if isinstance(function, Operator) and function.source == ROOTED else None
     if root is not None and index is not None and mesh.group(index, function.axes).index != root:
         return None  # this worker has nothing: the root decides
-    longer = [(*shape[:d], n + 1, *shape[d + 1 :]) for d, n in enumerate(shape)]
-    others = [shape, *longer, *([] if root is None else [(0,)])]
+    # Blocks of balanced layouts differ by one entry; `check_planned` refuses what others decide beyond that.
+    near = [(*shape[:d], m, *shape[d + 1 :]) for d, n in enumerate(shape) for m in (n - 1, n + 1) if m >= 0]
+    others = [shape, *near, *([] if root is None else [(0,)])]
     workers = range(mesh.size) if index is None else [index]
     shapes = [s for w in workers for other in others if (s := _planned_on(token, mesh, w, shape, other)) is not None]
     if not shapes or any(len(s) != len(shapes[0]) for s in shapes):

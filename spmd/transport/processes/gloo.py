@@ -243,7 +243,7 @@ class GlooTransport(ProcessTransport):
     def __init__(self) -> None:
         self.connections: Connections | None = None
         self.failed_connections: list[Connections] = []
-        self.header_tag: dict[int, int] = {}
+        self.exchange_counts: dict[int, int] = {}
         world, _ = _job()
         self.unknown_ranks = [r for r in range(world.size) if r != world.rank]
         self.last_lookup = 0.0
@@ -285,7 +285,7 @@ class GlooTransport(ProcessTransport):
             self.connections = None
 
     def exchange_addresses(self, others: Sequence[int], number: int, call: Call) -> None:
-        self.header_tag[number] = count = self.header_tag.get(number, 0) + 1
+        self.exchange_counts[number] = count = self.exchange_counts.get(number, 0) + 1
         world, store = _job()
         name = f"{type(self).__name__} {number} {count}"
         # The second stage confirms that all processes reached the first. A process that comes after the others have

@@ -91,7 +91,7 @@ class _Start:
         self.where = _source_line()
         self.count = number_in(_LOCAL_SIZES) or 0
         self.single_host = self.count == number_in(_SIZES)
-        self.variables = _RANKS if self.single_host else LOCAL_RANKS
+        self.variables = _RANKS if self.single_host else LOCAL_RANKS[::-1]  # MPICH's first, as its count
         self.me = number_in(self.variables)
         self.next = _CHECK_INTERVAL
         self.absent: set[int] = set()

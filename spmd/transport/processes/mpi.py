@@ -185,7 +185,7 @@ class MpiTransport(ProcessTransport):
             raise
 
     def leave(self, code: Any) -> None:
-        if MPI.COMM_WORLD.Get_size() > 1:
+        if code not in (None, 0) and MPI.COMM_WORLD.Get_size() > 1:
             super().leave(code)
 
 

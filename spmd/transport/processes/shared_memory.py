@@ -4,7 +4,7 @@ MPI lets the kernel copy between processes, which looks up every page of both bl
 memory of its large arrays from a file without a name, which the others map. Whoever knows where a block lies copies it
 from there, adds it up, or puts it in its place, without a copy in between.
 
-The file is twice as large as the machine's memory; only what is used exists, never more than `buffers` may keep for
+The file is twice as large as the machine's memory; only what is used exists, never more than `pool` may keep for
 later. Without huge pages the pages of a file cost up to nine times as much to make as NumPy's (600 us a MB in place of
 70 on a virtual machine with a Zen 5), and as little to use again. Other arrays lie in NumPy's memory, and are sent.
 """

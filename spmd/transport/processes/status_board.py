@@ -45,7 +45,7 @@ _GROUPS_MAX = 256
 """Groups whose rendezvous a row counts: the newest ones."""
 
 _RANKS_MAX = 1024
-"""Ranks that a row can name as members of a group."""
+"""Ranks that a row can name as members of a group: of larger jobs only the states of others are known."""
 
 _FAILURES_MAX = 16
 """Failed maps that a row describes: a program that catches errors may fail again before others look."""

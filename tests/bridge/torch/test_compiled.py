@@ -17,7 +17,7 @@ from torch_operators import MESHES, applied, integers, placed  # noqa: E402
 from bridge.torch.test_operators import KINDS, each, few, mesh_name, result  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.errors import StateError  # noqa: E402
+from spmd.errors import MeshError, StateError  # noqa: E402
 from spmd.layout import Layout  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
 from spmd.testing import Case, operator_cases  # noqa: E402
@@ -30,6 +30,7 @@ ORDINARY = {
     "test_torch_checks_the_registrations[Sum]",
     "test_torch_checks_the_registrations[AllGather]",
     "test_nothing_is_compiled_again_per_step_or_worker",
+    "test_halos_across_short_blocks_have_the_length_that_comes",
     "test_tensors_with_states_are_refused_by_name",
     "test_a_map_in_a_compiled_function_runs_as_it_is",
 }
@@ -297,3 +298,27 @@ def test_a_map_in_a_compiled_function_runs_as_it_is():
 if __name__ == "__main__":  # by mpiexec
     for kind in KINDS:
         each(registered, few(kind, {"x": 2}, 3), {"x": 2})
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (1, 0), (2, 2), (3, 1)])
+def test_halos_across_short_blocks_have_the_length_that_comes(lengths):
+    mesh = Mesh(x=2)
+
+    def mean(x):
+        y = spt.halo_exchange(x, P("x"), 2)
+        return y.sum() / y.shape[0]
+
+    fast = torch.compile(mean, fullgraph=True, backend="eager")
+
+    def body(x):
+        return mean(x).reshape(1), fast(x).reshape(1)
+
+    x = torch.arange(2.0 * sum(lengths)).reshape(-1, 2)
+    layout = Layout(x.shape, P("x"), mesh.axes, [lengths, None])
+    run = spt.map(body, layout, P("x"), mesh=mesh, check=False)
+    if lengths == (3, 1):  # the graph for 3 rows takes two more from the next worker for granted
+        with pytest.raises(MeshError, match=r"(?s)result of shape \[4, 2\].*shape \[5, 2\]"):
+            run(x)
+        return
+    eager, fast_ = run(x)
+    assert torch.equal(eager, fast_)
