@@ -58,7 +58,7 @@ def check_planned(token: str, shape: tuple[int, ...], result: tuple[int, ...], w
     if planned is not None and any(n not in (None, m) for n, m in zip(planned, result, strict=True)):
         raise MeshError.at(
             f"a compiled call of {token.split('(')[0]}",
-            got=f"a result of shape {list(result)} for a block of shape {list(shape)}, as other blocks are much shorter",
+            got=f"a result of shape {list(result)} of a block of shape {list(shape)}: others are much shorter",
             need=f"shape {[n if n is not None else '?' for n in planned]}, for which the graph was made",
             mend="give the lengths of the blocks (shape=... or sizes=...); torch.compiler.disable keeps this call out",
         )
