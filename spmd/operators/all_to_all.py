@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -196,6 +196,9 @@ class AddRows(Combine):
 
     rows: int
     pieces: Mapping[int, Sequence[Piece]]
+
+    def sources(self, plan: Plan) -> Collection[int]:
+        return tuple(self.pieces)
 
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
         shape = (self.rows, *plan.shape[1:])

@@ -100,7 +100,9 @@ class HaloExchange(Halo):
             extended = buffer[plans.buffer.window]
         for plan in plans.steps:
             combine: Any = plan.combine
-            handle = comm.exchange(plan.group, call, plan.sends(extended)) if plan.kind != "none" else None
+            handle = (
+                comm.exchange(plan.group, call, plan.sends(extended), plan.sources) if plan.kind != "none" else None
+            )
             if buffer is None and plans.buffer is not None:
                 buffer, result = plans.buffer.place(x, False)
             if buffer is None:
@@ -247,7 +249,7 @@ class HaloAccumulate(Halo):
         g, owned = x, False
         for plan in plans.steps:
             combine: Any = plan.combine
-            handle = comm.exchange(plan.group, call, plan.sends(g)) if plan.kind != "none" else None
+            handle = comm.exchange(plan.group, call, plan.sends(g), plan.sources) if plan.kind != "none" else None
             adds = bool(combine.sent_messages)
             out = combine.sum_own(g, adds and not owned)
             owned = owned or adds or not crops(combine.own, combine.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -169,6 +169,9 @@ class FillHalo(Combine):
     in_place: bool = False
     parallel: ClassVar[bool] = True
 
+    def sources(self, plan: Plan) -> Collection[int]:
+        return tuple(s for s, _, _ in self.received)
+
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
         for s, m, _ in self.received:
             agree_along(self.function, shapes[s], plan.shape, self.d, m, plan.group, s)
@@ -245,6 +248,9 @@ class AddHalo(Combine):
     own: tuple[Piece, ...]
     sent_messages: Mapping[int, Message]
     parallel: ClassVar[bool] = True
+
+    def sources(self, plan: Plan) -> Collection[int]:
+        return tuple(self.sent_messages)
 
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
         block = (*plan.shape[: self.d], self.size, *plan.shape[self.d + 1 :])

@@ -10,7 +10,7 @@ Sums are computed in the order of the group's members: the same inputs always gi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Comm(ABC):
         if kind == "all_to_all":
             handle = self._all_to_all(group, call, [*plan.sends(x).values()])
             return Mapped(handle, lambda blocks: plan.finish(own, blocks))
-        handle = self._exchange(group, call, plan.sends(x))
+        handle = self._exchange(group, call, plan.sends(x), plan.sources)
         begun = plan.combine.begin(plan, x, call.borrowed)
         return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
 
@@ -156,11 +156,14 @@ class Comm(ABC):
             self._count("reduce", *_parts_cost(group, {root: x}))
         return self._reduce(group, call, x, root)
 
-    def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
-        """sends[k] goes to member k; the result maps senders to what they sent. Cost: a message per send to another."""
+    def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
+        """sends[k] goes to member k; the result maps the sources, the members that send here, to what they sent.
+
+        Cost: a message per send to another.
+        """
         if LEDGERS.get():
             self._count("exchange", *_parts_cost(group, sends))
-        return self._exchange(group, call, sends)
+        return self._exchange(group, call, sends, sources)
 
     def shapes(self, group: Group, call: Call) -> Handle:
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
@@ -192,7 +195,9 @@ class Comm(ABC):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle: ...
 
     @abstractmethod
-    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle: ...
+    def _exchange(
+        self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]
+    ) -> Handle: ...
 
 
 def _all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:

@@ -11,7 +11,7 @@ gathered and added in the order of the workers, as in all other transports.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -217,9 +217,9 @@ class NcclComm(Comm):
         ring.reduce(x.data.ptr, out.data.ptr, x.size * kind[1], kind[0], nccl.NCCL_SUM, root, stream)
         return Done(out if at_root else None)
 
-    def _exchange(self, group: Group, call: Call, sends: Mapping[int, Any]) -> Handle:
+    def _exchange(self, group: Group, call: Call, sends: Mapping[int, Any], sources: Collection[int]) -> Handle:
         if group.size == 1 or call.host or any(not on_device(x) for x in sends.values()):
-            return self.host._exchange(group, call, sends)
+            return self.host._exchange(group, call, sends, sources)
         shapes = self.host.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
         comes = {k: s for k, s in enumerate(shapes) if s is not None}
         return Done(self._moves(group, call, sends, comes))

@@ -7,7 +7,7 @@ the movement of an operator: its cost, the shape of its result and what `spmd.ji
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import prod
@@ -81,6 +81,10 @@ class Combine:
     parallel: ClassVar[bool] = False
     uses_block: bool = True
 
+    def sources(self, plan: Plan) -> Collection[int]:
+        """The members from which something comes."""
+        return range(plan.group.size)
+
     def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
         """The function that makes the new block from blocks of these shapes, and its shape. Raises LayoutError where
         they do not fit each other."""
@@ -138,6 +142,11 @@ class Plan:
     def how(self) -> str:
         """How a reduction reduces: "sum", "max" or "min"."""
         return self.combine.how if type(self.combine) is Reduce else "sum"
+
+    @property
+    def sources(self) -> Collection[int]:
+        """The members from which something comes in an exchange."""
+        return self.combine.sources(self)
 
     @cached_property
     def forwards_from(self) -> tuple[int, ...] | None:
@@ -326,6 +335,9 @@ class Forward(Combine):
     def uses_block(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.source is None
 
+    def sources(self, plan: Plan) -> Collection[int]:
+        return () if self.source is None else (self.source,)
+
     def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
         source, me, fill = self.source, plan.group.index, self.fill
         if source is None:
@@ -400,6 +412,9 @@ class PlaceBoxes(Combine):
     out: Shape
     boxes: Mapping[int, Box]
     adds: bool = False
+
+    def sources(self, plan: Plan) -> Collection[int]:
+        return tuple(self.boxes)
 
     def complete(self, plan: Plan, shapes: Shapes) -> tuple[Make, Shape]:
         shape, boxes, adds = self.out, tuple(self.boxes.values()), self.adds

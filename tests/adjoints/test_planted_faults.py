@@ -108,7 +108,8 @@ class Spoil:
             case "three times on one worker" if here:
                 z = 3 * z
             case "shifted the wrong way" if op.target == VARYING:
-                turned = comm.exchange(group, call, {(group.index + 1) % group.size: y}).wait()
+                sends, sources = {(group.index + 1) % group.size: y}, [(group.index - 1) % group.size]
+                turned = comm.exchange(group, call, sends, sources).wait()
                 z = next(iter(turned.values())).copy()
         return read_only(z)
 

@@ -26,6 +26,7 @@ def body(worker) -> dict[str, str]:
                 else (rng.normal(size=size) * 9).astype(dtype)
             )
             uneven = x[: size * worker.index // 2]
+            sources = [k for k in range(3) if (k + worker.index) % 3]
             sends = {k: x[: size // (1 + k)] for k in range(3) if (k + worker.index) % 3}
 
             def call(name: str, y: np.ndarray, alike: bool | None) -> Call:
@@ -34,7 +35,7 @@ def body(worker) -> dict[str, str]:
             results = {
                 "sum": comm.all_reduce(group, call("sum", x, True), x),
                 "gather": comm.all_gather(group, call("gather", uneven, False), uneven),
-                "exchange": comm.exchange(group, call("exchange", x, False), sends),
+                "exchange": comm.exchange(group, call("exchange", x, False), sends, sources),
                 "many": comm.all_reduce_many(group, call("many", x, None), [x, x[:3]]),
             }
             found |= {f"{name} {dtype} {size}": digest(handle.wait()) for name, handle in results.items()}

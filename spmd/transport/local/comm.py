@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -166,7 +166,7 @@ class LocalComm(Participant):
 
         return self._meet(group, call, read_only(x), take, finish)
 
-    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray]) -> Handle:
+    def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
         return self._meet(group, call, _parts(group, call, sends), lambda m: _take_parts(group, m.contributions))
 
 

@@ -42,17 +42,19 @@ class AllReduceComm(HeaderComm):
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         if group.size == 1:
             return Done(read_only(x))
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.all_reduce(run, x, how)
         return self._announce_and_reduce(group, call, x, how)
 
     def _announce_and_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         """Exchange headers, which carry small blocks, and combine the blocks of all members."""
-        if self.transport.checks:
-            limit = self.inline_limit(call, x)
-            incoming, inline = self._send_header(group, call, x.shape, x, limit)
-            if inline and self._all_inline(incoming, group, [x.nbytes] * group.size, limit):
-                return self._reduce_readable(
-                    group, call, incoming.block_views(x, group.rows, group.index, [x.shape] * group.size), how
-                )
+        limit = self.inline_limit(call, x)
+        incoming, inline = self._send_header(group, call, x.shape, x, limit)
+        if inline and self._all_inline(incoming, group, [x.nbytes] * group.size, limit):
+            return self._reduce_readable(
+                group, call, incoming.block_views(x, group.rows, group.index, [x.shape] * group.size), how
+            )
         return self._reduce_by_messages(group, call, x, how)
 
     def _reduce_readable(self, group: Group, call: Call, blocks: Sequence[np.ndarray], how: str) -> Handle:
@@ -127,17 +129,17 @@ class AllReduceComm(HeaderComm):
         blocks only where all members hold theirs in shared memory and all are spare."""
         if group.size == 1 or not xs:
             return Done([read_only(x) for x in xs])
+        by_messages = self.transport.by_messages(group, call) is not None
         small = [k for k, x in enumerate(xs) if x.nbytes < _SEPARATE_MIN]
         large = [k for k, x in enumerate(xs) if x.nbytes >= _SEPARATE_MIN]
         blocks = [xs[k] for k in large]
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))
         free = [spare[k] for k in large] + [all(spare[k] for k in small)] * bool(small)
-        handles = (
-            self._sum_each(group, call, blocks, free)
-            if large
-            else [self._announce_and_reduce(group, call, blocks[0], "sum")]
-        )
+        if by_messages or not large:
+            handles = [self._all_reduce(group, call, block, "sum") for block in blocks]
+        else:
+            handles = self._sum_each(group, call, blocks, free)
         large_handles = dict(zip(large, handles, strict=False))
         handle: Handle = handles[-1] if small else Done(None)
         shapes = [x.shape for x in xs]
@@ -160,31 +162,27 @@ class AllReduceComm(HeaderComm):
         """Per member: the offsets of its blocks in its shared memory, -1 for a block that is elsewhere."""
         in_place: list[bool] = [False] * len(xs)
         """Per block: whether the sum overwrites it, because it is spare on every member."""
-        mailbox = shared_memory = None
-        if self.transport.checks:
-            mailbox = self.transport.channel(group.ordered, call).mailbox
-            shared_memory, before = (None, 0) if mailbox is None else (mailbox.shared_memory, len(mailbox.next))
-            offers = np.full(len(xs), -1)
-            for j, x in enumerate(xs):
-                borrowed = call.borrowed or not x.flags.c_contiguous
-                place = None if mailbox is None else mailbox.offer(x, borrowed)
-                if shared_memory is not None and place is not None:
-                    free = spare[j] and x.flags.writeable and not borrowed and x.nbytes > _WHOLE_MAX
-                    offers[j] = 2 * place[0] + (free and shared_memory.place(x) == place[0])
-            offered = [] if mailbox is None else mailbox.next[before:]
-            if offers.nbytes <= self.inline_limit(call, xs):
-                incoming, _ = self._send_header(group, call, offers.shape, offers, offers.nbytes)
-                windows = incoming.windows
-                all_offers = [
-                    b.tolist() for b in incoming.block_views(offers, group.rows, me, [offers.shape] * group.size)
-                ]
-                places = [[offer >> 1 for offer in offers_of_member] for offers_of_member in all_offers]
-                in_place = [
-                    min(offers_of_block) >= 0 and all(offer & 1 for offer in offers_of_block)
-                    for offers_of_block in zip(*all_offers, strict=True)
-                ]
-            else:
-                self._agree(group, call, xs[0])
+        mailbox = self.transport.channel(group.ordered, call).mailbox
+        shared_memory, before = (None, 0) if mailbox is None else (mailbox.shared_memory, len(mailbox.next))
+        offers = np.full(len(xs), -1)
+        for j, x in enumerate(xs):
+            borrowed = call.borrowed or not x.flags.c_contiguous
+            place = None if mailbox is None else mailbox.offer(x, borrowed)
+            if shared_memory is not None and place is not None:
+                free = spare[j] and x.flags.writeable and not borrowed and x.nbytes > _WHOLE_MAX
+                offers[j] = 2 * place[0] + (free and shared_memory.place(x) == place[0])
+        offered = [] if mailbox is None else mailbox.next[before:]
+        if offers.nbytes <= self.inline_limit(call, xs):
+            incoming, _ = self._send_header(group, call, offers.shape, offers, offers.nbytes)
+            windows = incoming.windows
+            all_offers = [b.tolist() for b in incoming.block_views(offers, group.rows, me, [offers.shape] * group.size)]
+            places = [[offer >> 1 for offer in offers_of_member] for offers_of_member in all_offers]
+            in_place = [
+                min(offers_of_block) >= 0 and all(offer & 1 for offer in offers_of_block)
+                for offers_of_block in zip(*all_offers, strict=True)
+            ]
+        else:
+            self._send_header(group, call, xs[0].shape)
 
         def blocks_of(j: int) -> list[np.ndarray]:
             x = xs[j]

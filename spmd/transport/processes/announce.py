@@ -1,9 +1,10 @@
-"""The headers with which every collective between processes begins.
+"""The headers with which a collective of processes that share memory begins.
 
 Each member sends every other member a header: its call, and the shape of the block that it will send. All collectives
 exchange headers in the same way, so workers that disagree detect it before any data moves, and receivers know the sizes
 of the blocks to come. Small blocks are sent in the header. Large blocks in shared memory (`shared_memory.py`) stay
-there: the header has their place, and the receiver reads them before the next header.
+there: the header has their place, and the receiver reads them before the next header. Groups that share no memory
+exchange no headers: see `message_comm.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from spmd.errors import MismatchError
 from spmd.kernels.memory import pool
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape, Side, mismatch
-from spmd.transport.handles import Done, Handle, read_only
+from spmd.transport.handles import read_only
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, pack_header
+from spmd.transport.processes.links import Link
 from spmd.transport.processes.status_board import StatusBoard
 
 __all__ = ["HeaderComm", "Pending", "ProcessGroup", "read_only_buffer"]
@@ -34,7 +36,7 @@ class ProcessGroup(Protocol):
 
     local: the worker of this process. ranks: the processes' numbers in the job, by worker. channels: the open ones, by
     their members in order. runs, stage: number the maps, and the stages of the job. last_call: the latest. pending:
-    the messages under way.
+    the messages under way. under_way: the collectives by messages, by number.
     """
 
     ranks: tuple[int, ...]
@@ -44,6 +46,7 @@ class ProcessGroup(Protocol):
     stage: int
     last_call: Any
     pending: set[Any]
+    under_way: dict[int, Any]
     status_board: StatusBoard | None
     time_limit: float
     describe: Callable[[int], str]
@@ -53,7 +56,21 @@ class ProcessGroup(Protocol):
 
     def channel(self, members: tuple[int, ...], call: Call | None = None) -> Channel: ...
 
-    def swap(self, channel: Channel, nbytes: int, call: Call) -> None: ...
+    def swap(self, channel: Channel, call: Call) -> None: ...
+
+    def by_messages(self, group: Group, call: Call) -> Any: ...
+
+    def begin(self, group: Group, call: Call, calls: Any, number: int) -> Any: ...
+
+    def members_per_host(self, group: Group) -> int: ...
+
+    def link(self, worker: int) -> Link: ...
+
+    def await_packet(self, link: Link, calls: Any, call: Call) -> None: ...
+
+    def mismatch_with(self, worker: int, calls: Any, call: Call, number: int) -> BaseException: ...
+
+    def seen_mismatch(self) -> MismatchError | None: ...
 
     def arrive(self, requests: Any, call: Call | None, buffers: Any = None) -> None: ...
 
@@ -100,13 +117,23 @@ class _Shaped(NamedTuple):
 class HeaderComm(Comm):
     """The exchange of headers by a process.
 
-    early: headers of the next collective that have arrived already.
+    early: headers of the next collective that have arrived already. messages: the collectives by messages.
     """
+
+    messages: Any
 
     def __init__(self, transport: ProcessGroup):
         self.transport = transport
         self.worker = transport.local[0]
         self.early: Headers | None = None
+
+    def begin_messages(self, group: Group, call: Call) -> Any:
+        """The messages of the next collective; None if the group shares memory."""
+        calls = self.transport.by_messages(group, call)
+        if calls is None:
+            return None
+        self.number += 1
+        return self.transport.begin(group, call, calls, self.number)
 
     def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
         """Raise MismatchError, on all members, if a received header names another call than this process's."""
@@ -152,12 +179,8 @@ class HeaderComm(Comm):
     def _pending(self, requests: list[Any], buffers: Any, finish: Callable[[], Any]) -> Pending:
         return Pending(self.transport, requests, buffers, finish)
 
-    def meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
-        """Send each member the shape of the block that it will receive (None: nothing). Returns the shapes that this
-        worker will receive.
-
-        Raises MismatchError on all members if their calls differ.
-        """
+    def _meet(self, group: Group, call: Call, shapes: Iterable[Shape | None]) -> list[Shape | None]:
+        """As `ProcessComm.meet`."""
         blocks = [None if shape is None else _Shaped(shape) for shape in shapes]
         own, (incoming, _) = blocks[group.index], self._send_headers(group, call, blocks.__getitem__, -1)
         return self._shapes_in(incoming, group, None if own is None else own.shape)
@@ -213,7 +236,7 @@ class HeaderComm(Comm):
         for row in channel.others:
             outgoing.words[row][0] = name
             outgoing.bytes[row][8:end] = header
-        return self.swap(group, call, channel, name, end), inline
+        return self.swap(group, call, channel, name), inline
 
     def _send_headers(
         self, group: Group, call: Call, part: Callable[[int], Any], limit: int
@@ -227,7 +250,7 @@ class HeaderComm(Comm):
         if early is not None:
             return early, ()
         channel, name, needs_grad = self._begin(group, call)
-        outgoing, me, longest, remaining = channel.outgoing, channel.me, 0, []
+        outgoing, me, remaining = channel.outgoing, channel.me, []
         for k, row in enumerate(group.rows):
             if row == me:
                 continue
@@ -237,28 +260,16 @@ class HeaderComm(Comm):
             end = 8 + len(header)
             outgoing.words[row][0] = name
             outgoing.bytes[row][8:end] = header
-            if end > longest:
-                longest = end
-        return self.swap(group, call, channel, name, longest), remaining
+        return self.swap(group, call, channel, name), remaining
 
-    def swap(self, group: Group, call: Call, channel: Channel, name: int, nbytes: int) -> Headers:
+    def swap(self, group: Group, call: Call, channel: Channel, name: int) -> Headers:
         """Send the outgoing headers, and receive those of the others, which are valid until the next call."""
-        self.transport.swap(channel, nbytes, call)
+        self.transport.swap(channel, call)
         self.agree(group, call, channel, name)
         incoming = channel.incoming
         if call.needs_grad is not None:
             call.needs_grad[0] = call.needs_grad[0] or any(map(incoming.needs_grad, channel.others))
         return incoming
-
-    def _agree(self, group: Group, call: Call, x: np.ndarray) -> None:
-        """Check that all members make the same call, with blocks of one shape."""
-        if self.transport.checks:
-            self._send_header(group, call, x.shape)
-
-    def _shapes(self, group: Group, call: Call) -> Handle:
-        if group.size == 1:
-            return Done([call.shape])
-        return Done(self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape))
 
     def _read(
         self,

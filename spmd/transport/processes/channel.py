@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.device import contiguous, put
 from spmd.layout import offsets
-from spmd.transport.processes.headers import Headers
+from spmd.transport.processes.links import Link
 from spmd.transport.processes.mailbox import Mailbox
 
 __all__ = ["Channel", "bytes_of", "pieces"]
@@ -33,31 +33,28 @@ class Channel(ABC):
     Each method starts a movement and returns its requests: a list, for the transport's `arrive`. Buffers are
     C-contiguous arrays of bytes, and sizes are in bytes; nobody may touch the buffers before all has arrived.
 
-    me, others: the places of this process and of the others. outgoing: the headers to send next; incoming: those that
-    came last. mailbox: carries headers without messages, if there is one. rendezvous_count: that of the group.
+    me: the place of this process; size: of the group. mailbox: carries headers, if there is one; others, outgoing and
+    incoming: then the places of the other members, the headers to send next, and those that came last.
+    rendezvous_count: that of the group.
     """
 
-    __slots__ = ("incoming", "mailbox", "me", "others", "outgoing", "rendezvous_count")
+    __slots__ = ("incoming", "mailbox", "me", "others", "outgoing", "rendezvous_count", "size")
 
     def __init__(self, me: int, size: int):
-        self.me = me
-        self.others = [k for k in range(size) if k != me]
-        self.outgoing, self.incoming = Headers.of(size), Headers.of(size)
+        self.me, self.size = me, size
         self.mailbox: Mailbox | None = None
         self.rendezvous_count: Any = None
 
     def share(self, mailbox: Mailbox | None) -> None:
-        """Send headers through this mailbox from now on; None: as messages."""
-        if mailbox is not self.mailbox:
-            self.mailbox = mailbox
-            if mailbox is not None:
-                self.outgoing, self.incoming = mailbox.outgoing, mailbox.incoming
-            else:
-                self.outgoing, self.incoming = (Headers.of(len(self.others) + 1) for _ in range(2))
+        """Send headers through this mailbox from now on."""
+        self.mailbox = mailbox
+        if mailbox is not None:
+            self.others: Sequence[int] = [k for k in range(self.size) if k != self.me]
+            self.outgoing, self.incoming = mailbox.outgoing, mailbox.incoming
 
     @abstractmethod
-    def swap(self, nbytes: int) -> list[Any]:
-        """Send the first `nbytes` of the outgoing headers, and receive the incoming ones."""
+    def link(self, peer: int) -> Link:
+        """Open the link with a member. Each of the two does so when it first needs it."""
 
     @abstractmethod
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> list[Any]:
@@ -65,8 +62,8 @@ class Channel(ABC):
 
     def all_gather(self, send: np.ndarray, receive: np.ndarray, sizes: Sequence[int]) -> list[Any]:
         """Send to everyone; `receive` takes the pieces of all members, of these sizes, in order."""
-        parts = pieces(receive, sizes)
-        requests = self.exchange(dict.fromkeys(self.others, send), {k: parts[k] for k in self.others})
+        parts, others = pieces(receive, sizes), [k for k in range(self.size) if k != self.me]
+        requests = self.exchange(dict.fromkeys(others, send), {k: parts[k] for k in others})
         put(parts[self.me], send)  # while the others are under way
         return requests
 
@@ -74,4 +71,4 @@ class Channel(ABC):
         """Copy the root's buffer into the buffers of the others."""
         if self.me != root:
             return self.exchange({}, {root: buffer})
-        return self.exchange(dict.fromkeys(self.others, buffer), {})
+        return self.exchange({k: buffer for k in range(self.size) if k != root}, {})

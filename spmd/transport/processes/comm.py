@@ -1,61 +1,91 @@
 """The collectives of workers that are processes, for any engine.
 
-Every collective begins with headers (`announce.py`). Small blocks are sent in them. Large blocks in shared memory are
-read there. All others go as messages.
+Processes of one host share memory: their collectives begin with headers (`announce.py`), small blocks are sent in them,
+and large ones are read where they lie, or go as messages. Groups on several hosts, or of many processes, exchange
+messages only (`message_comm.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from spmd import kernels
-from spmd.device import Adjoining, copied, put
+from spmd.device import copied, put
 from spmd.kernels.cpu.moves import places
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.all_reduce import AllReduceComm
-from spmd.transport.processes.announce import read_only_buffer
+from spmd.transport.processes.announce import ProcessGroup, read_only_buffer
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, Headers
+from spmd.transport.processes.message_comm import Messages, split
 from spmd.transport.processes.run_plan import RepeatedPlan
 
 __all__ = ["ProcessComm"]
 
 
-def _split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray]:
-    """The consecutive blocks of these shapes in a buffer of bytes."""
-    whole = buffer.view(dtype)
-    parts = pieces(whole, [prod(s) for s in shapes])
-    blocks = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
-    return Adjoining(blocks, whole) if type(buffer) is np.ndarray else blocks
-
-
 class ProcessComm(AllReduceComm):
     """The `Comm` of a process."""
+
+    def __init__(self, transport: ProcessGroup):
+        super().__init__(transport)
+        self.messages = Messages(self)
+
+    def message_limit(self, call: Call, x: Any) -> float:
+        """The most bytes of a block that may go by way of other members."""
+        return inf
+
+    def share(self, group: Group, call: Call, own: bytes) -> list[str]:
+        """A text of each member. Not counted by the ledger."""
+        if group.size == 1:
+            return [own.decode()]
+        run = self.begin_messages(group, call)
+        if run is None:
+            send = np.frombuffer(own, np.uint8)
+            return [b.tobytes().decode() for b in self._all_gather(group, call.of(send.shape), send).wait()]
+        return [text for count, text in self.messages.agree(run, own).wait() for _ in range(count)]
+
+    def meet(self, group: Group, call: Call, shapes: Sequence[Shape | None]) -> list[Shape | None]:
+        """Send each member the shape of the block that it will receive (None: nothing). Returns the shapes that this
+        worker will receive.
+
+        Raises MismatchError on all members if their calls differ.
+        """
+        if group.size == 1:
+            return [*shapes]
+        run = self.begin_messages(group, call)
+        return self._meet(group, call, shapes) if run is None else self.messages.meet(run, shapes).wait()
+
+    def _shapes(self, group: Group, call: Call) -> Handle:
+        if group.size == 1:
+            return Done([call.shape])
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.shapes(run, call.shape)
+        return Done(self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape))
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
         group, me = plan.group, plan.group.index
         if (
             plan.assumed_lengths is not None
             or not plan.repeats
-            or not self.transport.checks
             or x.ndim > MAX_NDIM
             or self.inline_limit(call, x) < INLINE_LIMIT
         ):
             return None
         channel = self.transport.channels.get(group.ordered)
-        if channel is None:
+        if channel is None or channel.mailbox is None:
             return None
         large = [
             p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > INLINE_LIMIT
         ]
-        readable = channel.mailbox is not None and channel.mailbox.shared_memory is not None
+        readable = channel.mailbox.shared_memory is not None
         # Parts that are copied together do not lie in shared memory.
         served = not large or (readable and all(np.may_share_memory(p, x) for p in large))
         return RepeatedPlan(call, plan, x) if served else None
@@ -63,6 +93,9 @@ class ProcessComm(AllReduceComm):
     def _reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
             return Done(read_only(parts[0]))
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.reduce_scatter(run, parts)
         own_part = parts[group.index]
 
         def finish(xs: list[np.ndarray]) -> np.ndarray:
@@ -72,20 +105,21 @@ class ProcessComm(AllReduceComm):
             total = kernels.of(own_part).combine(xs, into=into)
             return read_only(total) if into is None else read_only_buffer(into.base, total)
 
-        if self.transport.checks:
-            limit = self.inline_limit(call, parts)
-            incoming, remaining = self._send_headers(group, call, parts.__getitem__, limit)
-            coming = [own_part.shape] * group.size
-            if not remaining and self._all_inline(incoming, group, [own_part.nbytes] * group.size, limit):
-                blocks = incoming.block_views(own_part, group.rows, group.index, coming)
-                return Done(read_only(kernels.of(own_part).combine(blocks)))
-            coming = [s or () for s in self._shapes_in(incoming, group, own_part.shape)]
-            return Mapped(self._finish_all_to_all(group, call, parts, coming, incoming, limit, remaining), finish)
-        return Mapped(self._finish_all_to_all(group, call, parts, [own_part.shape] * group.size), finish)
+        limit = self.inline_limit(call, parts)
+        incoming, remaining = self._send_headers(group, call, parts.__getitem__, limit)
+        coming = [own_part.shape] * group.size
+        if not remaining and self._all_inline(incoming, group, [own_part.nbytes] * group.size, limit):
+            blocks = incoming.block_views(own_part, group.rows, group.index, coming)
+            return Done(read_only(kernels.of(own_part).combine(blocks)))
+        coming = [s or () for s in self._shapes_in(incoming, group, own_part.shape)]
+        return Mapped(self._finish_all_to_all(group, call, parts, coming, incoming, limit, remaining), finish)
 
     def _all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         if group.size == 1:
             return Done([read_only(x)])
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.all_gather(run, x)
         incoming, inline, all_inline, shapes = self._announce_block(group, call, x)
         if all_inline:
             own_block = read_only(copied(x) if call.borrowed else x)
@@ -119,11 +153,14 @@ class ProcessComm(AllReduceComm):
         else:
             self.synchronize()
             requests = self.transport.channel(group.members).all_gather(send, receive, counts)
-        return self._pending(requests, (send, receive), lambda: _split(read_only(receive), shapes, x.dtype))
+        return self._pending(requests, (send, receive), lambda: split(read_only(receive), shapes, x.dtype))
 
     def _all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         if group.size == 1:
             return Done([read_only(p) for p in parts])
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.all_to_all(run, parts)
         incoming, remaining, all_inline, coming = self._announce_parts(group, call, parts)
         if all_inline:
             return Done(incoming.inline_blocks(read_only(parts[group.index]), group.rows, group.index, coming))
@@ -148,37 +185,36 @@ class ProcessComm(AllReduceComm):
         call: Call,
         parts: Sequence[np.ndarray],
         shapes: Sequence[Shape],
-        incoming: Headers | None = None,
-        limit: int = -1,
-        remaining: Collection[int] | None = None,
+        incoming: Headers,
+        limit: int,
+        remaining: Collection[int],
         own: bool = False,
     ) -> Handle:
         """The rest of an all-to-all. shapes: of the incoming parts. remaining: the members whose parts did not go with
-        their headers; None: all. own: whether the result contains this worker's part; if not, the caller may overwrite
+        their headers. own: whether the result contains this worker's part; if not, the caller may overwrite
         the result."""
         dtype, me = parts[0].dtype, group.index
         coming = [prod(s) * dtype.itemsize for s in shapes]
-        others = [k for k in range(group.size) if k != me]
         if not own:
             coming[me] = 0
             shapes = [(0,) if k == me else s for k, s in enumerate(shapes)]
         receive = self.empty_buffer(sum(coming), call, parts)
         buffers = pieces(receive, coming)
-        sends = {k: bytes_of(parts[k]) for k in (others if remaining is None else remaining)}
-        if incoming is None:
-            receives = {k: buffers[k] for k in others}
-        else:
-            receives = self._read(group, incoming, dtype, shapes, buffers, limit)
+        sends = {k: bytes_of(parts[k]) for k in remaining}
+        receives = self._read(group, incoming, dtype, shapes, buffers, limit)
         self.synchronize()
         requests = self._messages(group, sends, receives)
         if own:  # while the others are under way
             put(buffers[me].view(dtype).reshape(parts[me].shape), parts[me])
-            return self._pending(requests, (sends, receive), lambda: _split(read_only(receive), shapes, dtype))
-        return self._pending(requests, (sends, receive), lambda: [*_split(receive, shapes, dtype)])
+            return self._pending(requests, (sends, receive), lambda: split(read_only(receive), shapes, dtype))
+        return self._pending(requests, (sends, receive), lambda: [*split(receive, shapes, dtype)])
 
     def _broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         if group.size == 1:
             return Done(read_only(x))
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.broadcast(run, x, root)
         limit, dtype = self.inline_limit(call, x), np.dtype(call.dtype)
         incoming, inline = self._send_header(group, call, None if x is None else x.shape, x, limit)
         if inline and x is not None:
@@ -197,21 +233,20 @@ class ProcessComm(AllReduceComm):
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
             return Done(read_only(x))
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.reduce(run, x, root)
         n, at_root, rows, limit = group.size, group.index == root, group.rows, self.inline_limit(call, x)
-        remaining: Collection[int] = () if at_root else (root,)
-        incoming: Headers | None = None
-        if self.transport.checks:
-            incoming, remaining = self._send_headers(group, call, lambda k: x if k == root else None, limit)
-            if at_root and self._all_inline(incoming, group, [x.nbytes] * n, limit):
-                return Done(read_only(kernels.of(x).combine(incoming.block_views(x, rows, root, (x.shape,) * n))))
-            if not at_root and not remaining:
-                return Done(None)
+        incoming, remaining = self._send_headers(group, call, lambda k: x if k == root else None, limit)
+        if at_root and self._all_inline(incoming, group, [x.nbytes] * n, limit):
+            return Done(read_only(kernels.of(x).combine(incoming.block_views(x, rows, root, (x.shape,) * n))))
+        if not at_root and not remaining:
+            return Done(None)
         others = self.empty_buffer((n - 1) * x.nbytes, call, x).reshape(n - 1, x.nbytes) if at_root else None
         receives: Mapping[int, np.ndarray] = {}
         if others is not None:
             buffers = [*others[:root], bytes_of(x), *others[root:]]
-            rest = {k: buffers[k] for k in range(n) if k != root}
-            receives = rest if incoming is None else self._read(group, incoming, x.dtype, [x.shape] * n, buffers, limit)
+            receives = self._read(group, incoming, x.dtype, [x.shape] * n, buffers, limit)
         send = bytes_of(x)
         self.synchronize()
         requests = self._messages(group, dict.fromkeys(remaining, send), receives)
@@ -232,12 +267,16 @@ class ProcessComm(AllReduceComm):
         group: Group,
         call: Call,
         sends: Mapping[int, np.ndarray],
+        sources: Collection[int],
         into: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> Handle:
         """into[k]: where to put what member k sends, if it is of that shape; a message only if it is contiguous."""
         me, limit, blocks = group.index, self.inline_limit(call, sends), {}
         if group.size == 1:
             return Done({k: read_only(x) for k, x in sends.items()})
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.exchange(run, sends, sources, into)
         incoming, remaining = self._send_headers(group, call, sends.get, limit)
         sent = {k: bytes_of(sends[k]) for k in remaining}
         dtype, received = np.dtype(call.dtype), {}
@@ -279,13 +318,14 @@ class ProcessComm(AllReduceComm):
         """Blocks that came with the headers are combined without a copy."""
         group, kind = plan.group, plan.kind
         if group.size > 1 and type(x) is np.ndarray:
-            if kind == "all_gather":
+            by_messages = self.transport.by_messages(group, call) is not None
+            if kind == "all_gather" and not by_messages:
                 incoming, inline, all_inline, shapes = self._announce_block(group, call, x)
                 if all_inline:
                     return Done(plan.finish(x, incoming.block_views(x, group.rows, group.index, shapes), True))
                 handle = self._finish_all_gather(group, call, x, shapes, incoming, inline)
                 return Mapped(handle, lambda blocks: plan.finish(None, blocks))
-            if kind == "all_to_all":
+            if kind == "all_to_all" and not by_messages:
                 parts = [*plan.sends(x).values()]
                 incoming, remaining, all_inline, coming = self._announce_parts(group, call, parts)
                 if all_inline:
@@ -317,7 +357,8 @@ class ProcessComm(AllReduceComm):
             out.fill(0)
         views = {k: out[place] for k, place in zip(combine.boxes, indices, strict=True)}
         into = {k: view for k, view in views.items() if k != me}
-        handle = self._exchange(group, call, {k: part for k, part in sends.items() if k != me}, into)
+        others = {k: part for k, part in sends.items() if k != me}
+        handle = self._exchange(group, call, others, [k for k in views if k != me], into)
         if me in views:
             put(views[me], sends[me])
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -35,8 +36,9 @@ from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.launcher import TorchWorld, leftovers, torch_world
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import Headers, digest
+from spmd.transport.processes.headers import digest
 from spmd.transport.processes.hosts import address_of
+from spmd.transport.processes.links import Link
 from spmd.transport.processes.shared_files import SharedFile, created, job_name, namespace, opened, remove_abandoned
 from spmd.transport.processes.status_board import StatusBoard
 from spmd.transport.processes.transport import ProcessTransport, disconnected, start
@@ -45,6 +47,8 @@ from spmd.transport.processes.watchdog import LOOK_INTERVAL, Watchdog, status_bo
 __all__ = ["GlooChannel", "GlooTransport"]
 
 _TAGS = (1 << 31) - 1
+_PACKETS_MAX = 64
+"""Packets to one process that may be under way."""
 _FOREVER = timedelta(days=3650)
 _LOOKUP_INTERVAL = 1.0
 """Seconds between lookups of the addresses of others, while a process waits for all of them."""
@@ -66,8 +70,8 @@ class Connections:
 
     def __init__(self, store: Any, rank: int, size: int):
         self.group: Any = dist.ProcessGroupGloo(store, rank, size, _CONNECT_TIMEOUT)
-        self.channels: list[GlooChannel] = []
-        """Kept alive: their posted receives write to their headers."""
+        self.links: list[GlooLink] = []
+        """Kept alive: their posted receives write to their packets."""
         self.peers = [r for r in range(size) if r != rank]
         self.tag = digest("nothing ever comes here") % _TAGS
 
@@ -96,25 +100,73 @@ class Posted(list):
             self.closed = str(error)
 
 
+class GlooLink(Link):
+    """The messages to a rank, and from it. A receive for the next packet is always posted: gloo's sender waits until it
+    knows of one. next: its memory."""
+
+    __slots__ = ("connections", "data_tag", "next", "posted", "rank", "sending", "tag", "transport")
+
+    def __init__(self, transport: GlooTransport, connections: Connections, peer: int, rank: int, key: int):
+        super().__init__(peer)
+        self.transport, self.connections, self.rank = transport, connections, rank
+        self.tag, self.data_tag = (digest(name, key) % _TAGS for name in ("packets", "data of packets"))
+        self.sending: deque[tuple[Posted, np.ndarray]] = deque()
+        self.next = np.zeros_like(self.incoming)
+        self.posted = self._post_receive()
+
+    def prepare(self) -> None:
+        if self.sending:  # gloo does not tell whether a packet has been sent, except to who waits for it
+            self.new_outgoing()
+        while len(self.sending) >= _PACKETS_MAX:
+            posted, _ = self.sending.popleft()
+            self.transport.arrive(posted, self.transport.last_call)
+
+    def post(self, nbytes: int) -> None:
+        posted = Posted(self.connections)
+        posted.post(self.connections.group.send, torch.from_numpy(self.outgoing.view(np.int64)), self.rank, self.tag)
+        self.sending.append((posted, self.outgoing))
+
+    def receive(self) -> Posted:
+        posted = self.posted
+        self.incoming, self.next = self.next, self.incoming
+        self.posted = self._post_receive()
+        return posted
+
+    def _post_receive(self) -> Posted:
+        posted = Posted(self.connections)
+        posted.post(self.connections.group.recv, torch.from_numpy(self.next.view(np.int64)), self.rank, self.tag)
+        return posted
+
+    def send_data(self, x: np.ndarray) -> Posted:
+        return self._data(self.connections.group.send, x)
+
+    def receive_data(self, buffer: np.ndarray) -> Posted:
+        return self._data(self.connections.group.recv, buffer)
+
+    def _data(self, move: Callable[..., Any], x: np.ndarray) -> Posted:
+        posted = Posted(self.connections)
+        posted.post(move, _tensor(x), self.rank, self.data_tag)
+        return posted
+
+
 class GlooChannel(Channel):
-    """A group of processes, by their ranks, and the tags of their messages.
+    """A group of processes, by their ranks, and the tag of their messages.
 
     Messages between two processes with one tag arrive in order. Empty blocks are not sent: the receiver knows their
-    size. next: the headers of the next rendezvous, which may arrive while those of this one are read.
+    size.
     """
 
-    __slots__ = ("connections", "header_tag", "next", "posted_receive", "ranks", "tag", "tensors")
+    __slots__ = ("connections", "key", "ranks", "tag", "transport")
 
-    def __init__(self, connections: Connections, ranks: Shape, me: int, key: int):
+    def __init__(self, transport: GlooTransport, connections: Connections, ranks: Shape, me: int, key: int):
         super().__init__(me, len(ranks))
-        self.connections, self.ranks = connections, ranks
+        self.transport, self.connections, self.ranks, self.key = transport, connections, ranks, key
         self.tag = digest("blocks", key) % _TAGS
-        self.header_tag = digest("headers", key) % _TAGS
-        self.posted_receive: Posted | None = None
-        self.next = Headers.of(len(ranks))
-        self.tensors = {
-            id(h): torch.from_numpy(h.array.view(np.int64)) for h in (self.outgoing, self.incoming, self.next)
-        }
+
+    def link(self, peer: int) -> GlooLink:
+        link = GlooLink(self.transport, self.connections, peer, self.ranks[peer], self.key)
+        self.connections.links.append(link)
+        return link
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray]) -> Posted:
         posted, group = Posted(self.connections), self.connections.group
@@ -123,23 +175,6 @@ class GlooChannel(Channel):
                 if x.size:
                     posted.post(move, _tensor(x), self.ranks[k], self.tag)
         return posted
-
-    def swap(self, nbytes: int) -> Posted:
-        """A receive for the next headers is always posted: gloo's sender waits until it knows of one."""
-        posted = self.posted_receive or self._post_receive()
-        self.incoming, self.next = self.next, self.incoming
-        self._post(posted, self.connections.group.send, self.outgoing)
-        self.posted_receive = self._post_receive()
-        return posted
-
-    def _post_receive(self) -> Posted:
-        posted = Posted(self.connections)
-        self._post(posted, self.connections.group.recv, self.next)
-        return posted
-
-    def _post(self, posted: Posted, move: Callable[..., Any], headers: Headers) -> None:
-        for k in self.others:
-            posted.post(move, self.tensors[id(headers)][k], self.ranks[k], self.header_tag)
 
 
 class Closed(Exception):
@@ -262,9 +297,7 @@ class GlooTransport(ProcessTransport):
 
     def open(self, members: Shape, call: Call) -> GlooChannel:
         connections = self.connections or self._connected(call)
-        channel = GlooChannel(connections, members, members.index(self.local[0]), digest(members))
-        connections.channels.append(channel)
-        return channel
+        return GlooChannel(self, connections, members, members.index(self.local[0]), digest(members))
 
     def _connected(self, call: Call) -> Connections:
         """New connections. All processes open theirs together."""

@@ -27,14 +27,14 @@ from spmd.transport.processes.headers import HEADER_NBYTES, Headers, digest
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.shared_memory import SharedMemory, shared_memory, window
 
-__all__ = ["Mailbox", "shared"]
+__all__ = ["MEMBERS_MAX", "Mailbox", "shared"]
 
 _NAME = "spmd-mailbox"
 
 AllGather = Callable[[bytes], list[bytes]]
 """Sends eight bytes to all members, and returns those of all."""
 
-_MEMBERS_MAX = 64
+MEMBERS_MAX = 64
 """The most members of a group: a mailbox has one header per pair of members."""
 _NOTHING = bytes(8)
 _COPY_MAX = 2 << 20
@@ -52,20 +52,17 @@ def possible() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and hasattr(os, "memfd_create")
 
 
-def shared(here: bool, me: int, size: int, all_gather: AllGather) -> Mailbox | None:
-    """The mailbox of a group of processes; None, in all of them, if not all can have one.
+def shared(me: int, size: int, all_gather: AllGather) -> Mailbox | None:
+    """The mailbox of a group of processes of one host; None, in all of them, if not all can have one.
 
-    here: whether all are known to be on this host. me: the number of this process. all_gather: exchanges eight bytes
-    with all of them.
+    me: the number of this process. all_gather: exchanges eight bytes with all of them.
 
     The first process creates a file, and closes it when all have opened it: its memory lasts while a process maps it.
     The file has no name, so no other user can open it, and it cannot be left behind.
     """
-    if size > _MEMBERS_MAX:
-        return None
     host = digest(machine()).to_bytes(8, sys.byteorder, signed=True)
-    hosts = all_gather(host if here and possible() else _NOTHING)
-    if not here or hosts != [host] * size:
+    hosts = all_gather(host if possible() else _NOTHING)
+    if hosts != [host] * size:
         return None
     file, mailbox, token = -1, None, secrets.token_bytes(8)
     try:

@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from spmd.transport.call import Call, Shape
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import HEADER_NBYTES
 from spmd.transport.processes.hosts import ADDRESS, address_of
 from spmd.transport.processes.job import on_leaving
+from spmd.transport.processes.links import Link
 from spmd.transport.processes.status_board import StatusBoard, file_of_launcher
 from spmd.transport.processes.transport import ProcessTransport
 from spmd.transport.processes.watchdog import Watchdog, let_others, status_board_of_job
@@ -46,50 +46,86 @@ def _receive_late_addresses() -> None:
 
 _TAGS = 32768
 """Tags that every MPI has, from 0."""
-_HEADER_TAG = 1
-"""The tag of headers; blocks have 0."""
+_PACKET_TAG, _DATA_TAG = 1, 2
+"""The tags of the messages of links; those of other blocks have 0."""
 _SHORT_NBYTES = 64
-"""Bytes that are sent of a short header, as most are."""
+"""Bytes that are sent of a short packet, as most are."""
 _POLLS = 200
 """Polls of a request before the watchdog takes over."""
 
 
+class MpiLink(Link):
+    """The messages to a rank of a communicator, and from it. Packets use persistent requests, which take half the time
+    of a send and a receive."""
+
+    __slots__ = ("busy", "comm", "long", "packet", "sending", "short")
+
+    def __init__(self, comm: MPI.Comm, peer: int):
+        super().__init__(peer)
+        self.comm = comm
+        self.packet = comm.Recv_init([self.incoming, MPI.BYTE], peer, _PACKET_TAG)
+        self.busy: list[tuple[MPI.Request, ...]] = []
+        self._write_to_new_memory()
+        _links.append(self)
+
+    def _write_to_new_memory(self) -> None:
+        self.new_outgoing()
+        memory = self.outgoing.view(np.uint8)
+        self.short = self.comm.Send_init([memory[:_SHORT_NBYTES], MPI.BYTE], self.peer, _PACKET_TAG)
+        self.long = self.comm.Send_init([memory, MPI.BYTE], self.peer, _PACKET_TAG)
+        self.sending: MPI.Request = self.short
+
+    def prepare(self) -> None:
+        if not self.sending.Test():
+            # A persistent request keeps its memory alive.
+            self.busy = [pair for pair in self.busy if not self._freed(pair)] + [(self.short, self.long)]
+            self._write_to_new_memory()
+
+    @staticmethod
+    def _freed(requests: tuple[MPI.Request, ...]) -> bool:
+        """Free requests, if none of them is under way."""
+        if not all(request.Test() for request in requests):
+            return False
+        for request in requests:
+            request.Free()
+        return True
+
+    def post(self, nbytes: int) -> None:
+        self.sending = self.short if nbytes <= _SHORT_NBYTES else self.long
+        self.sending.Start()
+
+    def receive(self) -> list[MPI.Request]:
+        self.packet.Start()
+        return [self.packet]
+
+    def send_data(self, x: Any) -> list[MPI.Request]:
+        return [self.comm.Isend([x, MPI.BYTE], self.peer, _DATA_TAG)]
+
+    def receive_data(self, buffer: Any) -> list[MPI.Request]:
+        return [self.comm.Irecv([buffer, MPI.BYTE], self.peer, _DATA_TAG)]
+
+    def close(self) -> None:
+        """Free the requests that are not under way, before MPI ends."""
+        for requests in ((self.packet,), (self.short, self.long), *self.busy):
+            with suppress(MPI.Exception):  # of a peer that has died
+                self._freed(requests)
+
+
 class MpiChannel(Channel):
     """A communicator. Large blocks go as messages, which MPI copies once on one host; its own collectives move small
-    pieces, and only while they are called.
+    pieces, and only while they are called."""
 
-    Headers use persistent requests, which take half the time of a send and a receive.
-    """
-
-    __slots__ = ("comm", "long", "short")
+    __slots__ = ("comm",)
 
     def __init__(self, comm: MPI.Comm):
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.comm = comm
-        rows = [(k, self.outgoing.array[k], self.incoming.array[k]) for k in self.others]
-        receives = [comm.Recv_init([header, MPI.BYTE], k, _HEADER_TAG) for k, _, header in rows]
-        self.short, self.long = (
-            receives
-            + [comm.Send_init([outgoing.view(np.uint8)[:n], MPI.BYTE], k, _HEADER_TAG) for k, outgoing, _ in rows]
-            for n in (_SHORT_NBYTES, HEADER_NBYTES)
-        )
-        _channels.append(self)
 
-    def swap(self, nbytes: int) -> list[MPI.Prequest]:
-        requests = self.short if nbytes <= _SHORT_NBYTES else self.long
-        for request in requests:
-            request.Start()
-        return requests
-
-    def close(self) -> None:
-        """Free the requests that are not under way, before MPI ends."""
-        for request in (*self.short, *self.long):
-            with suppress(MPI.Exception):  # of a peer that has died
-                if request and request.Test():
-                    request.Free()
+    def link(self, peer: int) -> MpiLink:
+        return MpiLink(self.comm, peer)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
-        if len(self.others) < 2:
+        if self.size < 3:
             return super().broadcast(buffer, root)
         return [self.comm.Ibcast([buffer, MPI.BYTE], root)]
 
@@ -190,8 +226,8 @@ class MpiTransport(ProcessTransport):
 
 
 _transports: dict[tuple[type, Shape], MpiTransport] = {}
-_channels: list[MpiChannel] = []
-"""All channels, kept alive: their posted receives write to their headers."""
+_links: list[MpiLink] = []
+"""All links, kept alive: their posted receives write to their packets."""
 
 
 def close_channels() -> None:
@@ -199,8 +235,8 @@ def close_channels() -> None:
     if not MPI.Is_finalized():
         if _first_address_tag.cache_info().currsize:
             _receive_late_addresses()
-        for channel in _channels:
-            channel.close()
+        for link in _links:
+            link.close()
 
 
 on_leaving(close_channels)

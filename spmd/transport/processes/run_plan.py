@@ -55,23 +55,12 @@ class _IncomingTable(NamedTuple):
 class RepeatedPlan:
     """A collective whose blocks go with the headers, for blocks of one shape.
 
-    large: whether some parts are read from shared memory. nbytes: of the longest header.
+    large: whether some parts are read from shared memory.
     """
 
     __slots__ = (
-        *(
-            "call",
-            "dtype",
-            "group",
-            "incoming_tables",
-            "large",
-            "name",
-            "nbytes",
-            "outgoing_tables",
-            "own_part",
-            "parts",
-        ),
-        *("plan", "shapes"),
+        *("call", "dtype", "group", "incoming_tables", "large", "name", "outgoing_tables", "own_part", "parts", "plan"),
+        "shapes",
     )
 
     def __init__(self, call: Call, plan: Plan, x: np.ndarray):
@@ -87,7 +76,6 @@ class RepeatedPlan:
             if k != group.index
         ]
         self.large = any(type(part.piece) is int for part in self.parts)
-        self.nbytes = max(8 + len(part.header) + part.nbytes for part in self.parts)
         self.outgoing_tables: dict[Headers, list[tuple[memoryview, memoryview, bytes, Any]]] = {}
         self.incoming_tables: dict[Headers, _IncomingTable] = {}
 
@@ -123,7 +111,7 @@ class RepeatedPlan:
                 place[:] = header + (begin + piece).to_bytes(8, "little")
             else:
                 place[:] = header + x[piece].tobytes()
-        transport.swap(channel, self.nbytes, call)
+        transport.swap(channel, call)
         incoming = channel.incoming
         table = self.incoming_tables.get(incoming)
         if table is not None:

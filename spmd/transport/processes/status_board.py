@@ -50,6 +50,9 @@ _RANKS_MAX = 1024
 _FAILURES_MAX = 16
 """Failed maps that a row describes: a program that catches errors may fail again before others look."""
 
+_HISTORY_NBYTES = 1 << 14
+"""Bytes for the last collectives by messages."""
+
 _ROW = np.dtype(
     [
         ("beat", "i8"),  # changes whenever the row does, except for `counts`
@@ -64,6 +67,7 @@ _ROW = np.dtype(
         ("counts", "i8", _GROUPS_MAX),  # and how many of their rendezvous this process has come to
         ("members", "u1", _RANKS_MAX // 8),  # a bit for each rank of the group that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
+        ("history", f"S{_HISTORY_NBYTES}"),  # those by messages, as `History.packed`
         ("failed_maps", "i8", _FAILURES_MAX),  # numbers of the last maps that failed here,
         ("errors", "S4096", _FAILURES_MAX),  # and their errors
         ("end", "S4096"),  # the error that it ends with
@@ -78,6 +82,13 @@ _PUBLISH_INTERVAL = 0.25
 """Seconds between two `publish` calls of a process that does not wait."""
 
 
+def _bits(ranks: Sequence[int]) -> np.ndarray:
+    """A bit for each rank, as in `members` of a row."""
+    bits = np.zeros(_RANKS_MAX, bool)
+    bits[[r for r in ranks if r < _RANKS_MAX]] = True
+    return np.packbits(bits)
+
+
 class RendezvousCount:
     """The number of rendezvous of a group that this process has come to.
 
@@ -88,9 +99,7 @@ class RendezvousCount:
 
     def __init__(self, group: int, ranks: Sequence[int]):
         self.group, self.value = group, 0
-        bits = np.zeros(_RANKS_MAX, bool)
-        bits[[r for r in ranks if r < _RANKS_MAX]] = True
-        self.members = np.packbits(bits)
+        self.members = _bits(ranks)
 
 
 class StatusBoard:
@@ -99,10 +108,12 @@ class StatusBoard:
     rank: of this process in the world. size: of the world. single_host: whether the whole world is on this host and
     shares the file; then a process without a row has not started. file: gives the shared file of a size; where it
     fails, this process has only its own row. hosts: the processes of other hosts, if they can be asked (`hosts.Hosts`).
-    state_words: the first five fields of the row. current: the count of the latest rendezvous.
+    history: the collectives by messages of this process. state_words: the first five fields of the row. current: the
+    count of the latest rendezvous.
     """
 
     hosts: Any = None
+    history: Any = None
 
     def __init__(self, rank: int, size: int, file: Callable[[int], SharedFile]):
         self.rank, self.size = rank, size
@@ -147,16 +158,17 @@ class StatusBoard:
             self.latest_call = call
             self.recent_calls.append(call)
 
-    def start_waiting(self, run: int) -> None:
-        """Show that this process waits, in a map, for the others of its latest rendezvous."""
+    def start_waiting(self, run: int, ranks: Sequence[int] | None = None) -> None:
+        """Show that this process waits, in a map, for the others of its latest rendezvous, or for some of them."""
         state_words, count = self.state_words, self.current
         with self.lock:
             self._count()
             self.changed_counts = {count}
         state_words[_GROUP], state_words[_COUNT], state_words[_RUN] = count.group, count.value, run
-        if self.shown_count is not count:
-            self.shown_count = count
-            self.members[:] = count.members
+        awaited = count if ranks is None else ranks
+        if self.shown_count is not awaited:
+            self.shown_count = awaited
+            self.members[:] = count.members if ranks is None else _bits(ranks)
         state_words[_STATE] = WAITING
         state_words[_BEAT] += 1
 
@@ -224,6 +236,8 @@ class StatusBoard:
             if calls != self.published_calls:
                 self.published_calls = calls
                 self.row["calls"] = "\n".join(f"{c} {c.source}" for c in reversed(calls)).encode()[:4096]
+            if self.history is not None and self.history.changed:
+                self.row["history"] = self.history.packed(_HISTORY_NBYTES)
             self.row["cpu"] = time.process_time()
             self.row["published"] = beat
 
@@ -342,6 +356,10 @@ class StatusBoard:
     def calls(self, rank: int) -> list[str]:
         """The last collectives of a process, the latest first."""
         return self.row_of(rank)["calls"].decode(errors="replace").splitlines()
+
+    def history_of(self, rank: int) -> bytes:
+        """The last collectives by messages of a process, as it has published them."""
+        return bytes(self.row_of(rank)["history"])
 
     def failure_of(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
         """The failure of a map, by the first of these processes that shows one: the origin, the worker, the error."""

@@ -24,16 +24,20 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MismatchError, TransportError, class_name
+from spmd.transport.algorithms.choice import members_per_host
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
-from spmd.transport.call import Call, Group, Shape, raised_by
+from spmd.transport.call import Call, Group, Shape, Side, mismatch, raised_by
 from spmd.transport.handles import Outcome
 from spmd.transport.processes.announce import Pending
-from spmd.transport.processes.channel import Channel, bytes_of
+from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.headers import digest
+from spmd.transport.processes.history import CallsOfGroup, Difference, History, first_difference
 from spmd.transport.processes.job import abort, end_the_job_on_error, no_job_of_a_child
-from spmd.transport.processes.mailbox import shared
+from spmd.transport.processes.links import Link
+from spmd.transport.processes.mailbox import MEMBERS_MAX, shared
+from spmd.transport.processes.running import Running
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.shared_memory import shared_memory
 from spmd.transport.processes.status_board import StatusBoard
@@ -41,8 +45,8 @@ from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, 
 
 __all__ = ["ProcessTransport", "start"]
 
-_HOST = np.dtype([("name", "i8"), ("cores", "u1", 4096)])
-"""The host of a process: a digest of its name, and the cores that the process may use."""
+_PUBLISH_TIMEOUT = 3.0
+"""Seconds that others get to publish what they have called."""
 
 
 class _EndOfMap(Call):
@@ -50,8 +54,8 @@ class _EndOfMap(Call):
 
     __slots__ = ("last_call",)
 
-    def __init__(self, x: np.ndarray, last: Call | None):
-        super().__init__("the end of the map", (), x.dtype, x.shape)
+    def __init__(self, last: Call | None):
+        super().__init__("the end of the map", (), np.dtype(np.uint8), (0,))
         self.last_call = last
 
     def __str__(self) -> str:
@@ -121,6 +125,20 @@ class ProcessTransport(Transport):
             shared_memory()  # Other processes of this host can read what is allocated from now on.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
+        self.links: dict[int, Link] = {}
+        """The links with other workers, by worker."""
+        self.calls: dict[Shape, CallsOfGroup] = {}
+        """By group, in the order of the workers: the calls of those that meet by messages."""
+        self.under_way: dict[int, Running] = {}
+        """The collectives by messages that are under way, by number."""
+        self.awaited: CallsOfGroup | None = None
+        """The calls of the group in which this process waits for a packet."""
+        self.history = History()
+        self.hosts: Shape = ()
+        """The host of each worker, once they have met."""
+        self._per_host: dict[Shape, int] = {}
+        if self.status_board is not None:
+            self.status_board.history = self.history
         end_the_job_on_error()
         _transports.add(self)
 
@@ -166,19 +184,17 @@ class ProcessTransport(Transport):
         return self._threads
 
     def _share_of_cores(self, call: Call) -> int:
-        channel = self.channel(self.everyone.members, call)
-        self._wait_for_members(self.everyone.members, call)
-        own = np.zeros((), _HOST)
-        own["name"] = digest(machine())
-        own["cores"][list(core_numbers())] = 1
-        hosts = np.empty(self.size, _HOST)
-        sizes = [_HOST.itemsize] * self.size
-        self.arrive(channel.all_gather(bytes_of(own), hosts.view(np.uint8), sizes), call, (own, hosts))
+        self.channel(self.everyone.members, call)
+        own = json.dumps([digest(machine()), sorted(core_numbers())]).encode()
+        texts = [json.loads(text) for text in self.comm.share(self.everyone, call, own)]
+        names = [name for name, _ in texts]
+        order = {name: k for k, name in enumerate(dict.fromkeys(names))}
+        self.hosts = tuple(order[name] for name in names)
         shares = []
-        for name in np.unique(hosts["name"]):
-            here = hosts[hosts["name"] == name]
-            cores = here["cores"].any(axis=0)  # Processes may be bound to different cores.
-            shares.append(share_of_cores(len(here), int(cores.sum())))
+        for name in order:
+            here = [cores for other, cores in texts if other == name]
+            cores = set().union(*here)  # Processes may be bound to different cores.
+            shares.append(share_of_cores(len(here), len(cores)))
         return min(shares)
 
     def channel(self, members: Shape, call: Call | None = None) -> Any:
@@ -190,12 +206,113 @@ class ProcessTransport(Transport):
             channel = self._opened(members, call or start("a map"))
             group, ranks = self._group(members)
             channel.rendezvous_count = None if status_board is None else status_board.rendezvous_count(group, ranks)
-            if members == ordered and self.checks and len(members) > 1:  # headers go in the order of the workers
-                here = status_board is not None and all(map(status_board.is_local, ranks))
-                channel.share(shared(here, channel.me, len(members), lambda x: self._all_gather(channel, x, call)))
+            if members == ordered and self._on_this_host(ranks):  # headers go in the order of the workers
+                channel.share(shared(channel.me, len(members), lambda x: self._all_gather(channel, x, call)))
                 self.unread_blocks.pop(members, None)
             self.channels[members] = channel
         return channel
+
+    def _on_this_host(self, ranks: Shape) -> bool:
+        """Whether processes, which have all started, share the status board of this host."""
+        return (
+            self.status_board is not None and len(ranks) <= MEMBERS_MAX and all(map(self.status_board.is_local, ranks))
+        )
+
+    def by_messages(self, group: Group, call: Call) -> CallsOfGroup | None:
+        """The calls of a group, if its members meet by messages; None if they share memory."""
+        ordered = group.ordered
+        channel = self.channels.get(ordered)
+        if channel is not None and channel.mailbox is not None:
+            return None
+        calls = self.calls.get(ordered)
+        if calls is None:
+            self.channel(self.everyone.members, call)
+            number, ranks = self._group(ordered)
+            if self._on_this_host(ranks) and self.channel(ordered, call).mailbox is not None:
+                return None
+            count = None if self.status_board is None else self.status_board.rendezvous_count(number, ranks)
+            calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
+        return calls
+
+    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
+        """A collective by messages, the one of this number in the map."""
+        if self.failed_stage == self.stage and self.status_board is not None:
+            raise self._earlier_failure()
+        number += self.runs << 32
+        calls.add(self.history.add(number, calls.number, call), number)
+        if self.status_board is not None:
+            self.status_board.enter(calls.count, call)
+        self.last_call = call
+        return Running(self, group, call, calls, number)
+
+    def link(self, worker: int) -> Link:
+        """The link with another worker."""
+        link = self.links.get(worker)
+        if link is None:
+            link = self.links[worker] = self.channel(self.everyone.members).link(worker)
+        return link
+
+    def members_per_host(self, group: Group) -> int:
+        """The number of members of a group on each host, where they can be taken together: see
+        `choice.members_per_host`."""
+        found = self._per_host.get(group.members)
+        if found is None:
+            hosts = [self.hosts[m] for m in group.members] if self.hosts else range(group.size)
+            found = self._per_host[group.members] = members_per_host(hosts)
+        return found
+
+    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None:
+        """Wait for the next packet of a link."""
+        requests = link.receive()
+        if self.status_board is None:
+            self.wait_for(requests)
+            return
+        try:
+            if self.complete_soon(requests):
+                return
+            self.awaited = calls
+            self.status_board.start_waiting(self.stage, (self.ranks[link.peer],))
+            self.watch(requests, call)
+        except BaseException as error:
+            raise self._abandon(error, (link, requests), call)  # noqa: B904 (it is this one, most often)
+        finally:
+            self.awaited = None
+        self.status_board.resume()
+
+    def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> BaseException:
+        """The error where a worker has sent a message of another call. What it has called is on its status board, or
+        will be in a moment."""
+        difference, until = None, time.monotonic() + _PUBLISH_TIMEOUT
+        while self.status_board is not None and difference is None and time.monotonic() < until:
+            self.status_board.poll()
+            difference = self._difference(worker, calls)
+            time.sleep(0.01)
+        own = Side.of("", call, number & 0xFFFFFFFF)
+        other = Side("", "another collective", "(which one is not known)", own.number)
+        error = self._mismatch(worker, *(difference or (own, other)))
+        self.fail(error)
+        return error
+
+    def _difference(self, worker: int, calls: CallsOfGroup) -> Difference | None:
+        """The first call of a group that another worker has made differently, as far as is known."""
+        assert self.status_board is not None
+        return first_difference(self.history, self.status_board.history_of(self.ranks[worker]), calls.number)
+
+    def _mismatch(self, worker: int, own: Side, other: Side) -> MismatchError:
+        me = self.local[0]
+        sides = {me: own._replace(worker=self.describe(me)), worker: other._replace(worker=self.describe(worker))}
+        return mismatch(*(sides[w] for w in sorted(sides)))
+
+    def seen_mismatch(self) -> MismatchError | None:
+        """The error where this process waits for a packet, and another of the group has published another call."""
+        calls, own = self.awaited, self.local[0]
+        if calls is None or self.status_board is None:
+            return None
+        for worker in calls.members:
+            difference = self._difference(worker, calls) if worker != own else None
+            if difference is not None:
+                return self._mismatch(worker, *difference)
+        return None
 
     def _opened(self, members: Shape, call: Call) -> Channel:
         try:
@@ -212,7 +329,7 @@ class ProcessTransport(Transport):
 
     def _all_gather(self, channel: Channel, token: bytes, call: Call | None) -> list[bytes]:
         """Eight bytes of each member of a channel, by messages."""
-        rows = np.empty((len(channel.others) + 1, 8), np.uint8)
+        rows = np.empty((channel.size, 8), np.uint8)
         send = np.frombuffer(token, np.uint8)
         self.arrive(channel.all_gather(send, rows.reshape(-1), [8] * len(rows)), call, (send, rows))
         return [row.tobytes() for row in rows]
@@ -222,31 +339,23 @@ class ProcessTransport(Transport):
         ranks = tuple(self.ranks[m] for m in members)
         return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
 
-    def swap(self, channel: Channel, nbytes: int, call: Call) -> None:
+    def swap(self, channel: Channel, call: Call) -> None:
         """Exchange headers with all members of a channel: a rendezvous."""
         status_board, mailbox = self.status_board, channel.mailbox
-        if status_board is None:
-            self.wait_for(channel.swap(nbytes))
-            return
+        assert status_board is not None
+        assert mailbox is not None
         if self.failed_stage == self.stage:
             raise self._earlier_failure()
         status_board.enter(channel.rendezvous_count, call)
         try:
-            if mailbox is not None:
-                if self.pending or not status_board.single_host:
-                    self.progress()
-                come = mailbox.swap(let_others)
-                channel.outgoing, channel.incoming = mailbox.outgoing, mailbox.incoming
-                if come:
-                    return
-                status_board.start_waiting(self.stage)
-                Watchdog(self, call).until(mailbox.has_come, self.progress)
-            else:
-                requests = channel.swap(nbytes)
-                if self.complete_soon(requests):
-                    return
-                status_board.start_waiting(self.stage)
-                self.watch(requests, call)
+            if self.pending or not status_board.single_host:
+                self.progress()
+            come = mailbox.swap(let_others)
+            channel.outgoing, channel.incoming = mailbox.outgoing, mailbox.incoming
+            if come:
+                return
+            status_board.start_waiting(self.stage)
+            Watchdog(self, call).until(mailbox.has_come, self.progress)
         except BaseException as error:
             raise self._abandon(error, channel, call)  # noqa: B904 (it is this one, most often)
         status_board.resume()
@@ -295,6 +404,9 @@ class ProcessTransport(Transport):
                     self.unread_blocks.setdefault(members, []).append((channel.mailbox.before, channel.mailbox.now))
                 channel.share(None)
             self.channels.clear()
+            self.links.clear()
+            self.calls.clear()
+            self.under_way.clear()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.status_board.rank)
             self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
@@ -390,20 +502,17 @@ class ProcessTransport(Transport):
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
         own = json.dumps(value).encode()
-        send = np.frombuffer(own, np.uint8)
         with self.lock:
             self._begin()
             try:
-                handle = self.comm._all_gather(
-                    self.everyone, _EndOfMap(send, self.last_call), send
-                )  # not counted by the ledger
-                blocks = handle.wait()
+                for run in list(self.under_way.values()):
+                    run.wait()
+                texts = self.comm.share(self.everyone, _EndOfMap(self.last_call), own)
             finally:
                 self.running = False
                 if self.failed_stage == self.stage:
                     self._end_of_map()
             self.last_call = None
-        texts = [block.tobytes() for block in blocks]
         return {k: value if text == own else json.loads(text) for k, text in enumerate(texts)}  # most texts are equal
 
 

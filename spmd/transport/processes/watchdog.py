@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import StallError, rebuilt_error
+from spmd.errors import MismatchError, StallError, rebuilt_error
 from spmd.settings import setting
 from spmd.transport.call import Call, deadlock, raised_by
 from spmd.transport.processes.hosts import Hosts
@@ -60,6 +60,8 @@ def _leave_to_the_parent() -> None:
 
 os.register_at_fork(after_in_child=_leave_to_the_parent)
 
+_MISMATCH_SECONDS = 0.3
+"""Seconds of a wait after which the calls of the others are looked at."""
 _PUBLISH_TIMEOUT = 2.0
 """Seconds that others give a process to publish its calls, before they report that they wait for it."""
 _ABORT_TIMEOUT = 10.0
@@ -118,7 +120,8 @@ def error_like(origin: int, who: str, text_of_error: str) -> Exception:
     name, _, text = text_of_error.partition(": ")
     error = rebuilt_error(name, text)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
-    raised_by(error, who)
+    if not isinstance(error, MismatchError):  # which names both workers
+        raised_by(error, who)
     return error
 
 
@@ -128,6 +131,7 @@ class Watchdog:
     def __init__(self, transport: ProcessGroup, call: Call | None):
         assert transport.status_board is not None
         self.transport, self.status_board, self.call = transport, transport.status_board, call
+        self.begun = time.monotonic()
         self.suspicion: object = None
         self.unchanged_since = 0.0
         self.last_progress: tuple[float, tuple] | None = None
@@ -197,6 +201,10 @@ class Watchdog:
         broken = self.status_board.failure_of(self.transport.stage, self.transport.ranks)
         if broken is not None:
             raise error_like(*broken)
+        if now - self.begun > _MISMATCH_SECONDS:
+            mismatch = self.transport.seen_mismatch()
+            if mismatch is not None:
+                raise mismatch
         cycle = self.status_board.wait_cycle()
         if self.status_board.rank in cycle:
             ranks = sorted({*cycle, *(m for absent in cycle.values() for m in absent)})

@@ -1,0 +1,85 @@
+"""Which algorithm a collective uses: by what all members know alike, its kind, their number and hosts, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["DOUBLING_MAX", "INLINE_MAX", "TREE_MAX", "all_reduce", "forced", "members_per_host", "reduce"]
+
+DOUBLING_MAX = 1 << 15
+"""Bytes up to which blocks are reduced whole, in about log2 n rounds."""
+INLINE_MAX = 1 << 13
+"""Bytes up to which a block goes with what describes it, by way of other members; larger ones then go directly."""
+TREE_MAX = 1 << 16
+"""Bytes up to which a broadcast sends whole blocks down a tree."""
+
+_forced: dict[str, str] = {}
+"""By kind of collective: the algorithm that tests prescribe."""
+
+
+def forced(kind: str, algorithm: str | None) -> None:
+    """Use this algorithm for a kind of collective wherever it is possible; None: the best one again. For tests."""
+    _forced.pop(kind, None)
+    if algorithm is not None:
+        _forced[kind] = algorithm
+
+
+def members_per_host(hosts: Sequence[int]) -> int:
+    """The number of members on each host, if they stand host by host and the number is the same power of two on all
+    hosts; else 1. hosts: those of the members."""
+    first = next((k for k, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    together = all(len(set(hosts[k : k + first])) == 1 for k in range(0, len(hosts), first))
+    apart = len({hosts[k] for k in range(0, len(hosts), first)}) * first == len(hosts)
+    return first if together and apart and first & (first - 1) == 0 else 1
+
+
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def _possible(algorithm: str, n: int, per_host: int) -> bool:
+    between = algorithm.removeprefix("two levels, ")
+    if between != algorithm and not 1 < per_host < n:
+        return False
+    return between != "halving and doubling" or _power_of_two(n if between == algorithm else n // per_host)
+
+
+def all_reduce(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> str:
+    """The algorithm of an all-reduce. short: whether partial sums have longer entries than the blocks."""
+    prescribed = _forced.get("all_reduce")
+    if prescribed is not None and _possible(prescribed, n, per_host):
+        return prescribed
+    if n <= 2 or nbytes <= DOUBLING_MAX:
+        return "recursive doubling"
+    if short:
+        return "pairwise"
+    if 1 < per_host < n:
+        hosts = n // per_host
+        if hosts == 2 or nbytes <= DOUBLING_MAX * per_host:
+            return "two levels, recursive doubling"
+        return "two levels, " + ("halving and doubling" if _power_of_two(hosts) else "pairwise")
+    return "halving and doubling" if _power_of_two(n) else "pairwise"
+
+
+def reduce(n: int, nbytes: int) -> str:
+    """The algorithm of a reduction to one member."""
+    prescribed = _forced.get("reduce")
+    return prescribed or ("binomial tree" if n <= 2 or nbytes <= DOUBLING_MAX else "pairwise")
+
+
+def reduce_scatter(n: int, nbytes: int) -> str:
+    """The algorithm of a reduce-scatter. nbytes: of all parts that a member brings."""
+    prescribed = _forced.get("reduce_scatter")
+    return prescribed or ("halving" if nbytes <= DOUBLING_MAX else "pairwise")
+
+
+def all_to_all(n: int) -> str:
+    """The algorithm by which small parts of an all-to-all go. Their sizes may differ from member to member, so it
+    depends on the number of members only."""
+    prescribed = _forced.get("all_to_all")
+    return prescribed or ("Bruck" if n > 3 else "pairwise")
+
+
+def all_gather(n: int) -> str:
+    """The algorithm by which small blocks of an all-gather go."""
+    return _forced.get("all_gather") or "Bruck"

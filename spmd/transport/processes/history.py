@@ -1,0 +1,111 @@
+"""What a process has called lately: by it, workers that called differently find out who called what."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from spmd.transport.call import Call, Side
+from spmd.transport.processes.headers import call_name, digest
+
+__all__ = ["CallsOfGroup", "Difference", "History", "first_difference"]
+
+_KEPT = 64
+"""The last collectives of a process that others can learn of."""
+_SIDE_NBYTES = 2048
+"""Bytes of the description of one call, at most."""
+_WORD = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15
+"""Odd, so that multiplication loses nothing; its bits look random."""
+
+
+class CallsOfGroup:
+    """The collectives of a group so far, by messages.
+
+    number: that of the group, the same in all its processes. members: its workers. count: the rendezvous count on the
+    status board, if there is one. name: a digest of all calls.
+    """
+
+    __slots__ = ("count", "members", "name", "number")
+
+    def __init__(self, number: int, members: Sequence[int], count: Any):
+        self.number, self.members, self.count = number, members, count
+        self.name = digest("calls of a group", number) & _WORD
+
+    def add(self, of_call: int, number: int) -> None:
+        """Add a call, by its digest and the number of the collective."""
+        self.name = (self.name * _FACTOR + of_call + number) & _WORD
+
+
+class _Entry(NamedTuple):
+    """A collective: its number among those of the process, its group, the digest of the call, and the call."""
+
+    number: int
+    group: int
+    digest: int
+    call: Call
+
+
+class Difference(NamedTuple):
+    """The first collective in which two processes called differently: the sides of both."""
+
+    own: Side
+    other: Side
+
+
+class History:
+    """The last collectives of this process."""
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry] = deque(maxlen=_KEPT)
+        self.changed = False
+        """Whether it has changed since it was packed."""
+
+    def add(self, number: int, group: int, call: Call) -> int:
+        """Add a collective. Returns the digest of the call."""
+        name = call_name(call, 0, 0)
+        self.entries.append(_Entry(number, group, name, call))
+        self.changed = True
+        return name
+
+    def packed(self, limit: int) -> bytes:
+        """The last collectives as JSON of at most `limit` bytes: number, group and digest of all of them, and the sides
+        of the latest ones."""
+        self.changed = False
+        entries = list(self.entries)
+        text = json.dumps([[e.number, e.group, e.digest] for e in entries])
+        sides, left = [], limit - len(text) - 16
+        for e in reversed(entries):
+            side = f"[{e.number}, {side_of(e).packed(_SIDE_NBYTES).decode()}]"
+            left -= len(side) + 2
+            if left < 0:
+                break
+            sides.append(side)
+        return f"[{text}, [{', '.join(sides)}]]".encode()
+
+
+def side_of(entry: _Entry) -> Side:
+    return Side.of("", entry.call, entry.number & 0xFFFFFFFF)
+
+
+def first_difference(own: History, packed: bytes, group: int) -> Difference | None:
+    """The first collective of a group in which this process and another one called differently, by what the other has
+    published; None if there is none among the last ones of both."""
+    if not packed:
+        return None
+    calls, sides = json.loads(packed)
+    theirs = {number: (their_group, name) for number, their_group, name in calls}
+    for e in list(own.entries):
+        if e.number not in theirs:
+            continue
+        their_group, name = theirs[e.number]
+        if group in (e.group, their_group) and (e.group, e.digest) != (their_group, name):
+            text = dict(sides).get(e.number)
+            if text is None:
+                other = Side("", "another collective", "(it is too long ago)", e.number & 0xFFFFFFFF)
+            else:
+                other = Side("", *text)
+            return Difference(side_of(e), other)
+    return None

@@ -1,0 +1,169 @@
+"""A collective by messages: what this process sends and receives in it, and how it waits.
+
+Members send what the schedule says to the members that it names, and to nobody else. Each message carries the digest of
+all calls of the group so far, which its receiver compares. A receiver that finds another digest looks up on the status
+board what the sender has called, raises MismatchError, and publishes it; the others raise it as soon as they wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from spmd.kernels.memory import pool
+from spmd.transport.call import Call, Group
+from spmd.transport.handles import Done, Handle
+from spmd.transport.processes.announce import ProcessGroup
+from spmd.transport.processes.channel import bytes_of
+from spmd.transport.processes.history import CallsOfGroup
+from spmd.transport.processes.links import ROOM, Link, Parcel
+
+__all__ = ["Arrived", "Running", "Steps"]
+
+Steps = Generator[None, None, Any]
+"""A collective: it sends the messages of the first round, yields once, and returns the result."""
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Arrived:
+    """A message that has come. parcel: what its packet says. head: as bytes. data: an array of bytes; placed: whether
+    it is the one that the receiver has given. requests: those for data that are under way."""
+
+    __slots__ = ("data", "head", "parcel", "placed", "requests")
+
+    def __init__(self, parcel: Parcel, head: bytes, data: np.ndarray, placed: bool, requests: list[Any]):
+        self.parcel, self.head, self.data, self.placed, self.requests = parcel, head, data, placed, requests
+
+
+class Running:
+    """The messages of one collective.
+
+    number: that of the collective; name: the digest of the calls of its group, this one included. needs_grad: whether
+    the block of any member that was heard of is differentiated. sending, receiving: requests under way; kept: their
+    buffers.
+    """
+
+    __slots__ = (
+        *("call", "calls", "group", "kept", "name", "needs_grad", "number", "receiving", "sending", "steps"),
+        *("transport", "value"),
+    )
+
+    def __init__(self, transport: ProcessGroup, group: Group, call: Call, calls: CallsOfGroup, number: int):
+        self.transport, self.group, self.call, self.calls = transport, group, call, calls
+        self.number, self.name = number, calls.name
+        self.needs_grad = call.needs_grad is not None and call.needs_grad[0]
+        self.sending: list[Any] = []
+        self.receiving: list[Any] = []
+        self.kept: list[Any] = []
+        self.steps: Steps | None = None
+        self.value: Any = None
+
+    def start(self, steps: Steps) -> Handle:
+        """Send the messages of the first round. The handle waits for the rest."""
+        self.steps = steps
+        self.transport.under_way[self.number] = self
+        self._go_on()
+        return Done(self.value) if self.steps is None else self
+
+    def wait(self) -> Any:
+        if self.steps is not None:
+            self._go_on()
+        return self.value
+
+    def _go_on(self) -> None:
+        """Send, or receive and finish."""
+        assert self.steps is not None
+        try:
+            next(self.steps)
+        except StopIteration as end:
+            for requests in self.sending:
+                self.transport.arrive(requests, self.call, self.kept)
+            self.sending = []
+            del self.transport.under_way[self.number]
+            self.steps, self.value = None, end.value
+            self.kept.clear()
+            if self.call.needs_grad is not None:
+                self.call.needs_grad[0] = self.needs_grad
+
+    def link(self, member: int) -> Link:
+        return self.transport.link(self.group.members[member])
+
+    def send(self, member: int, head: bytes, data: Any) -> None:
+        """Send a message. data: an array, or bytes."""
+        link = self.link(member)
+        if isinstance(data, bytes):
+            text: bytes | None = data
+            nbytes = len(data)
+        else:
+            nbytes = data.nbytes
+            inline = type(data) is np.ndarray and len(head) + nbytes <= ROOM
+            text = data.tobytes() if inline else None
+        has_head, has_data = link.send(self.name, self.number, self.needs_grad, head, text, nbytes)
+        if not has_head:
+            self._send_data(link, np.frombuffer(head, np.uint8))
+        if nbytes and not has_data:
+            self._send_data(link, np.frombuffer(data, np.uint8) if isinstance(data, bytes) else bytes_of(data))
+
+    def _send_data(self, link: Link, data: Any) -> None:
+        self.kept.append(data)
+        self.sending.append(link.send_data(data))
+
+    def take(self, member: int, allocate: Callable[[Parcel], Any] | None = None) -> Arrived:
+        """The next message of a member, whose data may still be under way: see `finish_receives`.
+
+        allocate: gives memory for data that do not come in the packet, as contiguous bytes.
+        """
+        link = self.link(member)
+        arrived = self._early(link)
+        while arrived is None:
+            self.transport.await_packet(link, self.calls, self.call)
+            parcel = link.parcel()
+            if parcel.number == self.number:
+                if parcel.name != self.name:
+                    raise self._mismatch(member)
+                arrived = self._follow(link, parcel, allocate)
+            else:
+                if parcel.number < self.number and parcel.number not in self.transport.under_way:
+                    raise self._mismatch(member)
+                link.early.setdefault(parcel.number, []).append(self._follow(link, parcel, None))
+        if arrived.parcel.name != self.name:
+            raise self._mismatch(member)
+        if arrived.requests:
+            self.receiving.append(arrived.requests)
+        self.needs_grad = self.needs_grad or arrived.parcel.needs_grad
+        return arrived
+
+    def _early(self, link: Link) -> Arrived | None:
+        """A message of this collective that has come before."""
+        messages = link.early.get(self.number)
+        if messages is None:
+            return None
+        arrived = messages.pop(0)
+        if not messages:
+            del link.early[self.number]
+        return arrived
+
+    def _follow(self, link: Link, parcel: Parcel, allocate: Callable[[Parcel], Any] | None) -> Arrived:
+        """Start to receive what follows a packet."""
+        head = parcel.head
+        if head is None:
+            buffer = pool.empty(parcel.head_nbytes, np.uint8)
+            self.transport.arrive(link.receive_data(buffer), self.call, buffer)
+            head = buffer.tobytes()
+        if parcel.data is not None:
+            return Arrived(parcel, head, np.frombuffer(parcel.data, np.uint8), False, [])
+        data = pool.empty(parcel.nbytes, np.uint8) if allocate is None else allocate(parcel)
+        self.kept.append(data)
+        return Arrived(parcel, head, data, allocate is not None, link.receive_data(data) if parcel.nbytes else [])
+
+    def _mismatch(self, member: int) -> BaseException:
+        return self.transport.mismatch_with(self.group.members[member], self.calls, self.call, self.number)
+
+    def finish_receives(self) -> None:
+        """Wait until the data of all messages that were taken are there."""
+        for requests in self.receiving:
+            self.transport.arrive(requests, self.call, self.kept)
+        self.receiving = []
