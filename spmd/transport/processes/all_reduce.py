@@ -129,7 +129,7 @@ class AllReduceComm(HeaderComm):
         blocks only where all members hold theirs in shared memory and all are spare."""
         if group.size == 1 or not xs:
             return Done([read_only(x) for x in xs])
-        by_messages = self.transport.by_messages(group, call) is not None
+        by_messages = self.transport.groups.calls_of(group, call) is not None
         small = [k for k, x in enumerate(xs) if x.nbytes < _SEPARATE_MIN]
         large = [k for k, x in enumerate(xs) if x.nbytes >= _SEPARATE_MIN]
         blocks = [xs[k] for k in large]

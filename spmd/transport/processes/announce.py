@@ -22,7 +22,6 @@ from spmd.transport.call import Call, Group, Shape, Side, mismatch
 from spmd.transport.handles import read_only
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, pack_header
-from spmd.transport.processes.links import Link
 from spmd.transport.processes.status_board import StatusBoard
 
 __all__ = ["HeaderComm", "Pending", "ProcessGroup", "read_only_buffer"]
@@ -36,7 +35,7 @@ class ProcessGroup(Protocol):
 
     local: the worker of this process. ranks: the processes' numbers in the job, by worker. channels: the open ones, by
     their members in order. runs, stage: number the maps, and the stages of the job. last_call: the latest. pending:
-    the messages under way. under_way: the collectives by messages, by number.
+    the messages under way. everyone: all workers. groups: those that meet by messages.
     """
 
     ranks: tuple[int, ...]
@@ -46,7 +45,8 @@ class ProcessGroup(Protocol):
     stage: int
     last_call: Any
     pending: set[Any]
-    under_way: dict[int, Any]
+    everyone: Group
+    groups: Any
     status_board: StatusBoard | None
     time_limit: float
     describe: Callable[[int], str]
@@ -58,21 +58,13 @@ class ProcessGroup(Protocol):
 
     def swap(self, channel: Channel, call: Call) -> None: ...
 
-    def by_messages(self, group: Group, call: Call) -> Any: ...
+    def number_of(self, members: tuple[int, ...]) -> tuple[int, tuple[int, ...]]: ...
 
-    def begin(self, group: Group, call: Call, calls: Any, number: int) -> Any: ...
+    def raise_earlier_failure(self) -> None: ...
 
-    def members_per_host(self, group: Group) -> int: ...
+    def complete_soon(self, requests: Any) -> bool: ...
 
-    def link(self, worker: int) -> Link: ...
-
-    def await_packet(self, link: Link, calls: Any, call: Call) -> None: ...
-
-    def mismatch_with(self, worker: int, calls: Any, call: Call, number: int) -> BaseException: ...
-
-    def seen_mismatch(self) -> MismatchError | None: ...
-
-    def arrive(self, requests: Any, call: Call | None, buffers: Any = None) -> None: ...
+    def arrive(self, requests: Any, call: Call | None, buffers: Any = None, ranks: tuple[int, ...] = ()) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 
@@ -129,11 +121,12 @@ class HeaderComm(Comm):
 
     def begin_messages(self, group: Group, call: Call) -> Any:
         """The messages of the next collective; None if the group shares memory."""
-        calls = self.transport.by_messages(group, call)
+        groups = self.transport.groups
+        calls = groups.calls_of(group, call)
         if calls is None:
             return None
         self.number += 1
-        return self.transport.begin(group, call, calls, self.number)
+        return groups.begin(group, call, calls, self.number)
 
     def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
         """Raise MismatchError, on all members, if a received header names another call than this process's."""

@@ -41,15 +41,19 @@ class ProcessComm(AllReduceComm):
         """The most bytes of a block that may go by way of other members."""
         return inf
 
-    def share(self, group: Group, call: Call, own: bytes) -> list[str]:
-        """A text of each member. Not counted by the ledger."""
+    def share(self, group: Group, call: Call, own: str, number: int = 0) -> tuple[list[str], int]:
+        """A text of each member, and the sum of their numbers, modulo 2**64. Not counted by the ledger.
+
+        Members that share memory have no numbers: their sum is zero.
+        """
         if group.size == 1:
-            return [own.decode()]
+            return [own], 0
         run = self.begin_messages(group, call)
         if run is None:
-            send = np.frombuffer(own, np.uint8)
-            return [b.tobytes().decode() for b in self._all_gather(group, call.of(send.shape), send).wait()]
-        return [text for count, text in self.messages.agree(run, own).wait() for _ in range(count)]
+            send = np.frombuffer(own.encode(), np.uint8)
+            return [b.tobytes().decode() for b in self._all_gather(group, call.of(send.shape), send).wait()], 0
+        texts, total = self.messages.agree(run, own, number).wait()
+        return [text for count, text in texts for _ in range(count)], total
 
     def meet(self, group: Group, call: Call, shapes: Sequence[Shape | None]) -> list[Shape | None]:
         """Send each member the shape of the block that it will receive (None: nothing). Returns the shapes that this
@@ -318,7 +322,7 @@ class ProcessComm(AllReduceComm):
         """Blocks that came with the headers are combined without a copy."""
         group, kind = plan.group, plan.kind
         if group.size > 1 and type(x) is np.ndarray:
-            by_messages = self.transport.by_messages(group, call) is not None
+            by_messages = self.transport.groups.calls_of(group, call) is not None
             if kind == "all_gather" and not by_messages:
                 incoming, inline, all_inline, shapes = self._announce_block(group, call, x)
                 if all_inline:

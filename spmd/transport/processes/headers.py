@@ -21,7 +21,17 @@ from spmd.errors import TransportError
 from spmd.transport.call import Call, Shape
 from spmd.transport.handles import read_only
 
-__all__ = ["HEADER_NBYTES", "INLINE_LIMIT", "MAX_NDIM", "Headers", "call_name", "digest", "numbered", "pack_header"]
+__all__ = [
+    "HEADER_NBYTES",
+    "INLINE_LIMIT",
+    "MAX_NDIM",
+    "WORD",
+    "Headers",
+    "call_name",
+    "digest",
+    "numbered",
+    "pack_header",
+]
 
 HEADER_NBYTES = 1024
 """Bytes of a header, at most."""
@@ -36,7 +46,7 @@ NEEDS_GRAD = 256
 SHARED = 512
 """Added to the rank where the block is in the sender's shared memory. Then its strides follow, and its offset."""
 
-_WORD = (1 << 64) - 1
+WORD = (1 << 64) - 1
 """The largest word."""
 
 
@@ -58,7 +68,7 @@ def call_name(call: Call, run: int, number: int) -> int:
 
 def numbered(name: int, run: int, number: int) -> int:
     """A digest combined with the numbers of a map and of a collective in it: small beside the distances of digests."""
-    return name + (run << 32) + number & _WORD
+    return name + (run << 32) + number & WORD
 
 
 @lru_cache(maxsize=4096)

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd.transport.call import Call, Side
-from spmd.transport.processes.headers import call_name, digest
+from spmd.transport.processes.headers import WORD, call_name, digest
 
-__all__ = ["CallsOfGroup", "Difference", "History", "first_difference"]
+__all__ = ["CALLS_KEPT", "CallsOfGroup", "Difference", "History", "first_difference", "share_of_zero"]
 
-_KEPT = 64
+CALLS_KEPT = 64
 """The last collectives of a process that others can learn of."""
 _SIDE_NBYTES = 2048
 """Bytes of the description of one call, at most."""
-_WORD = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 """Odd, so that multiplication loses nothing; its bits look random."""
 
@@ -32,11 +31,24 @@ class CallsOfGroup:
 
     def __init__(self, number: int, members: Sequence[int], count: Any):
         self.number, self.members, self.count = number, members, count
-        self.name = digest("calls of a group", number) & _WORD
+        self.name = digest("calls of a group", number) & WORD
 
     def add(self, of_call: int, number: int) -> None:
         """Add a call, by its digest and the number of the collective."""
-        self.name = (self.name * _FACTOR + of_call + number) & _WORD
+        self.name = (self.name * _FACTOR + of_call + number) & WORD
+
+
+def _random(*key: int) -> int:
+    return digest("coefficient", *key) & WORD
+
+
+def share_of_zero(calls: CallsOfGroup, worker: int) -> int:
+    """A number of each member, whose sum is zero, modulo 2**64, if all members have made the same calls; else most
+    probably not."""
+    members = calls.members
+    k = members.index(worker)
+    following = members[(k + 1) % len(members)]
+    return calls.name * (_random(calls.number, worker) - _random(calls.number, following)) & WORD
 
 
 class _Entry(NamedTuple):
@@ -59,7 +71,7 @@ class History:
     """The last collectives of this process."""
 
     def __init__(self) -> None:
-        self.entries: deque[_Entry] = deque(maxlen=_KEPT)
+        self.entries: deque[_Entry] = deque(maxlen=CALLS_KEPT)
         self.changed = False
         """Whether it has changed since it was packed."""
 
@@ -69,6 +81,15 @@ class History:
         self.entries.append(_Entry(number, group, name, call))
         self.changed = True
         return name
+
+    def side(self, number: int) -> Side:
+        """The side of this process in the collective of a number; the end of the map where it has not made it."""
+        for e in self.entries:
+            if e.number == number:
+                return side_of(e)
+        last = self.entries[-1].call if self.entries else None
+        after = "without any call before" if last is None else f"after {last} {last.source}"
+        return Side("", "the end of the map", after, number & 0xFFFFFFFF)
 
     def packed(self, limit: int) -> bytes:
         """The last collectives as JSON of at most `limit` bytes: number, group and digest of all of them, and the sides

@@ -24,7 +24,7 @@ from spmd.transport.call import Shape
 from spmd.transport.handles import Handle, read_only
 from spmd.transport.processes.announce import read_only_buffer
 from spmd.transport.processes.channel import bytes_of, pieces
-from spmd.transport.processes.headers import pack_header
+from spmd.transport.processes.headers import WORD, pack_header
 from spmd.transport.processes.reduction_rounds import Reduction
 from spmd.transport.processes.running import Arrived, Running, Steps
 
@@ -97,7 +97,7 @@ class Messages:
 
     def all_reduce(self, run: Running, x: Any, how: str) -> Handle:
         n, me = run.group.size, run.group.index
-        per_host = self.comm.transport.members_per_host(run.group)
+        per_host = self.comm.transport.groups.members_per_host(run.group)
         name = choice.all_reduce(n, x.nbytes, per_host, accurate(x.dtype) != x.dtype)
         schedule = reductions.all_reduce(name, n, me, per_host if name.startswith("two") else 1)
         return self._reduce_flat(run, schedule, x, how, (0, schedule.chunks))
@@ -340,29 +340,29 @@ class Messages:
             return bytes_of(place)
         return self.comm.empty_buffer(arriving.nbytes, run.call, like)
 
-    def agree(self, run: Running, own: bytes) -> Handle:
-        """The texts of all members: [[how many members on end have it, text], ...]. Equal texts are sent once."""
+    def agree(self, run: Running, own: str, number: int) -> Handle:
+        """The texts of all members, [[how many members on end have it, text], ...], and the sum of their numbers,
+        modulo 2**64. Equal texts are sent once."""
         schedule = reductions.all_reduce("recursive doubling", run.group.size, run.group.index)
-        runs = [[1, own.decode()]]
 
         def steps() -> Steps:
-            nonlocal runs
-            begun = False
+            runs, total, begun = [[1, own]], number, False
             for step in schedule.rounds:
                 for transfer in step.sends:
-                    run.send(transfer.peer, b"", json.dumps(runs).encode())
+                    run.send(transfer.peer, b"", json.dumps([total, runs]).encode())
                 if not begun:
                     begun = True
                     yield
                 for transfer in step.receives:
                     arrived = run.take(transfer.peer)
                     run.finish_receives()
-                    come = json.loads(arrived.data.tobytes())
+                    other, come = json.loads(arrived.data.tobytes())
                     if step.carries == "total":
-                        runs = come
+                        runs, total = come, other
                     else:
                         runs = _on_end(come, runs) if step.merge == "before" else _on_end(runs, come)
-            return runs
+                        total = total + other & WORD
+            return runs, total
 
         return run.start(steps())
 

@@ -154,7 +154,7 @@ class MpiTransport(ProcessTransport):
 
     def open(self, members: Shape, call: Call) -> MpiChannel:
         group = self.group.Incl(members)
-        number, _ = self._group(members)
+        number, _ = self.number_of(members)
         try:
             # Each group has its own tag: an abandoned call may still run in another thread.
             return MpiChannel(self.run_under_watchdog(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))

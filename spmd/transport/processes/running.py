@@ -8,7 +8,7 @@ board what the sender has called, raises MismatchError, and publishes it; the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,7 +25,18 @@ __all__ = ["Arrived", "Running", "Steps"]
 Steps = Generator[None, None, Any]
 """A collective: it sends the messages of the first round, yields once, and returns the result."""
 
-_NOTHING = np.empty(0, np.uint8)
+
+class Groups(Protocol):
+    """The part of `MessageGroups` that a collective uses."""
+
+    transport: ProcessGroup
+    under_way: dict[int, Any]
+
+    def link(self, worker: int) -> Link: ...
+
+    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None: ...
+
+    def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> BaseException: ...
 
 
 class Arrived:
@@ -47,12 +58,13 @@ class Running:
     """
 
     __slots__ = (
-        *("call", "calls", "group", "kept", "name", "needs_grad", "number", "receiving", "sending", "steps"),
+        *("call", "calls", "group", "groups", "kept", "name", "needs_grad", "number", "receiving", "sending", "steps"),
         *("transport", "value"),
     )
 
-    def __init__(self, transport: ProcessGroup, group: Group, call: Call, calls: CallsOfGroup, number: int):
-        self.transport, self.group, self.call, self.calls = transport, group, call, calls
+    def __init__(self, groups: Groups, group: Group, call: Call, calls: CallsOfGroup, number: int):
+        self.groups, self.transport = groups, groups.transport
+        self.group, self.call, self.calls = group, call, calls
         self.number, self.name = number, calls.name
         self.needs_grad = call.needs_grad is not None and call.needs_grad[0]
         self.sending: list[Any] = []
@@ -64,7 +76,7 @@ class Running:
     def start(self, steps: Steps) -> Handle:
         """Send the messages of the first round. The handle waits for the rest."""
         self.steps = steps
-        self.transport.under_way[self.number] = self
+        self.groups.under_way[self.number] = self
         self._go_on()
         return Done(self.value) if self.steps is None else self
 
@@ -82,14 +94,14 @@ class Running:
             for requests in self.sending:
                 self.transport.arrive(requests, self.call, self.kept)
             self.sending = []
-            del self.transport.under_way[self.number]
+            del self.groups.under_way[self.number]
             self.steps, self.value = None, end.value
             self.kept.clear()
             if self.call.needs_grad is not None:
                 self.call.needs_grad[0] = self.needs_grad
 
     def link(self, member: int) -> Link:
-        return self.transport.link(self.group.members[member])
+        return self.groups.link(self.group.members[member])
 
     def send(self, member: int, head: bytes, data: Any) -> None:
         """Send a message. data: an array, or bytes."""
@@ -119,14 +131,14 @@ class Running:
         link = self.link(member)
         arrived = self._early(link)
         while arrived is None:
-            self.transport.await_packet(link, self.calls, self.call)
+            self.groups.await_packet(link, self.calls, self.call)
             parcel = link.parcel()
             if parcel.number == self.number:
                 if parcel.name != self.name:
                     raise self._mismatch(member)
                 arrived = self._follow(link, parcel, allocate)
             else:
-                if parcel.number < self.number and parcel.number not in self.transport.under_way:
+                if parcel.number < self.number and parcel.number not in self.groups.under_way:
                     raise self._mismatch(member)
                 link.early.setdefault(parcel.number, []).append(self._follow(link, parcel, None))
         if arrived.parcel.name != self.name:
@@ -160,7 +172,7 @@ class Running:
         return Arrived(parcel, head, data, allocate is not None, link.receive_data(data) if parcel.nbytes else [])
 
     def _mismatch(self, member: int) -> BaseException:
-        return self.transport.mismatch_with(self.group.members[member], self.calls, self.call, self.number)
+        return self.groups.mismatch_with(self.group.members[member], self.calls, self.call, self.number)
 
     def finish_receives(self) -> None:
         """Wait until the data of all messages that were taken are there."""

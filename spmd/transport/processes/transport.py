@@ -24,29 +24,23 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import MismatchError, TransportError, class_name
-from spmd.transport.algorithms.choice import members_per_host
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
-from spmd.transport.call import Call, Group, Shape, Side, mismatch, raised_by
+from spmd.transport.call import Call, Group, Shape, raised_by
 from spmd.transport.handles import Outcome
 from spmd.transport.processes.announce import Pending
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.headers import digest
-from spmd.transport.processes.history import CallsOfGroup, Difference, History, first_difference
 from spmd.transport.processes.job import abort, end_the_job_on_error, no_job_of_a_child
-from spmd.transport.processes.links import Link
-from spmd.transport.processes.mailbox import MEMBERS_MAX, shared
-from spmd.transport.processes.running import Running
+from spmd.transport.processes.mailbox import shared
+from spmd.transport.processes.message_groups import MessageGroups
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.shared_memory import shared_memory
 from spmd.transport.processes.status_board import StatusBoard
 from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, time_limit
 
 __all__ = ["ProcessTransport", "start"]
-
-_PUBLISH_TIMEOUT = 3.0
-"""Seconds that others get to publish what they have called."""
 
 
 class _EndOfMap(Call):
@@ -125,20 +119,7 @@ class ProcessTransport(Transport):
             shared_memory()  # Other processes of this host can read what is allocated from now on.
         self._threads: int | None = None
         self.channels: dict[Shape, Channel] = {}
-        self.links: dict[int, Link] = {}
-        """The links with other workers, by worker."""
-        self.calls: dict[Shape, CallsOfGroup] = {}
-        """By group, in the order of the workers: the calls of those that meet by messages."""
-        self.under_way: dict[int, Running] = {}
-        """The collectives by messages that are under way, by number."""
-        self.awaited: CallsOfGroup | None = None
-        """The calls of the group in which this process waits for a packet."""
-        self.history = History()
-        self.hosts: Shape = ()
-        """The host of each worker, once they have met."""
-        self._per_host: dict[Shape, int] = {}
-        if self.status_board is not None:
-            self.status_board.history = self.history
+        self.groups = MessageGroups(self)
         end_the_job_on_error()
         _transports.add(self)
 
@@ -185,11 +166,11 @@ class ProcessTransport(Transport):
 
     def _share_of_cores(self, call: Call) -> int:
         self.channel(self.everyone.members, call)
-        own = json.dumps([digest(machine()), sorted(core_numbers())]).encode()
-        texts = [json.loads(text) for text in self.comm.share(self.everyone, call, own)]
+        own = json.dumps([digest(machine()), sorted(core_numbers())])
+        texts = [json.loads(text) for text in self.comm.share(self.everyone, call, own)[0]]
         names = [name for name, _ in texts]
         order = {name: k for k, name in enumerate(dict.fromkeys(names))}
-        self.hosts = tuple(order[name] for name in names)
+        self.groups.hosts = tuple(order[name] for name in names)
         shares = []
         for name in order:
             here = [cores for other, cores in texts if other == name]
@@ -204,115 +185,13 @@ class ProcessTransport(Transport):
             ordered, call, status_board = tuple(sorted(members)), call or self.last_call, self.status_board
             self._wait_for_members(ordered, call)
             channel = self._opened(members, call or start("a map"))
-            group, ranks = self._group(members)
+            group, ranks = self.number_of(members)
             channel.rendezvous_count = None if status_board is None else status_board.rendezvous_count(group, ranks)
-            if members == ordered and self._on_this_host(ranks):  # headers go in the order of the workers
+            if members == ordered and self.groups.on_this_host(ranks):  # headers go in the order of the workers
                 channel.share(shared(channel.me, len(members), lambda x: self._all_gather(channel, x, call)))
                 self.unread_blocks.pop(members, None)
             self.channels[members] = channel
         return channel
-
-    def _on_this_host(self, ranks: Shape) -> bool:
-        """Whether processes, which have all started, share the status board of this host."""
-        return (
-            self.status_board is not None and len(ranks) <= MEMBERS_MAX and all(map(self.status_board.is_local, ranks))
-        )
-
-    def by_messages(self, group: Group, call: Call) -> CallsOfGroup | None:
-        """The calls of a group, if its members meet by messages; None if they share memory."""
-        ordered = group.ordered
-        channel = self.channels.get(ordered)
-        if channel is not None and channel.mailbox is not None:
-            return None
-        calls = self.calls.get(ordered)
-        if calls is None:
-            self.channel(self.everyone.members, call)
-            number, ranks = self._group(ordered)
-            if self._on_this_host(ranks) and self.channel(ordered, call).mailbox is not None:
-                return None
-            count = None if self.status_board is None else self.status_board.rendezvous_count(number, ranks)
-            calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
-        return calls
-
-    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
-        """A collective by messages, the one of this number in the map."""
-        if self.failed_stage == self.stage and self.status_board is not None:
-            raise self._earlier_failure()
-        number += self.runs << 32
-        calls.add(self.history.add(number, calls.number, call), number)
-        if self.status_board is not None:
-            self.status_board.enter(calls.count, call)
-        self.last_call = call
-        return Running(self, group, call, calls, number)
-
-    def link(self, worker: int) -> Link:
-        """The link with another worker."""
-        link = self.links.get(worker)
-        if link is None:
-            link = self.links[worker] = self.channel(self.everyone.members).link(worker)
-        return link
-
-    def members_per_host(self, group: Group) -> int:
-        """The number of members of a group on each host, where they can be taken together: see
-        `choice.members_per_host`."""
-        found = self._per_host.get(group.members)
-        if found is None:
-            hosts = [self.hosts[m] for m in group.members] if self.hosts else range(group.size)
-            found = self._per_host[group.members] = members_per_host(hosts)
-        return found
-
-    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None:
-        """Wait for the next packet of a link."""
-        requests = link.receive()
-        if self.status_board is None:
-            self.wait_for(requests)
-            return
-        try:
-            if self.complete_soon(requests):
-                return
-            self.awaited = calls
-            self.status_board.start_waiting(self.stage, (self.ranks[link.peer],))
-            self.watch(requests, call)
-        except BaseException as error:
-            raise self._abandon(error, (link, requests), call)  # noqa: B904 (it is this one, most often)
-        finally:
-            self.awaited = None
-        self.status_board.resume()
-
-    def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> BaseException:
-        """The error where a worker has sent a message of another call. What it has called is on its status board, or
-        will be in a moment."""
-        difference, until = None, time.monotonic() + _PUBLISH_TIMEOUT
-        while self.status_board is not None and difference is None and time.monotonic() < until:
-            self.status_board.poll()
-            difference = self._difference(worker, calls)
-            time.sleep(0.01)
-        own = Side.of("", call, number & 0xFFFFFFFF)
-        other = Side("", "another collective", "(which one is not known)", own.number)
-        error = self._mismatch(worker, *(difference or (own, other)))
-        self.fail(error)
-        return error
-
-    def _difference(self, worker: int, calls: CallsOfGroup) -> Difference | None:
-        """The first call of a group that another worker has made differently, as far as is known."""
-        assert self.status_board is not None
-        return first_difference(self.history, self.status_board.history_of(self.ranks[worker]), calls.number)
-
-    def _mismatch(self, worker: int, own: Side, other: Side) -> MismatchError:
-        me = self.local[0]
-        sides = {me: own._replace(worker=self.describe(me)), worker: other._replace(worker=self.describe(worker))}
-        return mismatch(*(sides[w] for w in sorted(sides)))
-
-    def seen_mismatch(self) -> MismatchError | None:
-        """The error where this process waits for a packet, and another of the group has published another call."""
-        calls, own = self.awaited, self.local[0]
-        if calls is None or self.status_board is None:
-            return None
-        for worker in calls.members:
-            difference = self._difference(worker, calls) if worker != own else None
-            if difference is not None:
-                return self._mismatch(worker, *difference)
-        return None
 
     def _opened(self, members: Shape, call: Call) -> Channel:
         try:
@@ -334,7 +213,7 @@ class ProcessTransport(Transport):
         self.arrive(channel.all_gather(send, rows.reshape(-1), [8] * len(rows)), call, (send, rows))
         return [row.tobytes() for row in rows]
 
-    def _group(self, members: Shape) -> tuple[int, Shape]:
+    def number_of(self, members: Shape) -> tuple[int, Shape]:
         """The number of a group of workers, the same in all processes until a map fails, and their ranks."""
         ranks = tuple(self.ranks[m] for m in members)
         return digest("group", self.failed, tuple(sorted(ranks))) or 1, ranks
@@ -344,8 +223,7 @@ class ProcessTransport(Transport):
         status_board, mailbox = self.status_board, channel.mailbox
         assert status_board is not None
         assert mailbox is not None
-        if self.failed_stage == self.stage:
-            raise self._earlier_failure()
+        self.raise_earlier_failure()
         status_board.enter(channel.rendezvous_count, call)
         try:
             if self.pending or not status_board.single_host:
@@ -360,19 +238,18 @@ class ProcessTransport(Transport):
             raise self._abandon(error, channel, call)  # noqa: B904 (it is this one, most often)
         status_board.resume()
 
-    def _earlier_failure(self) -> Exception:
-        """The error with which this map has failed already, although the body caught it. The other processes raise
-        it."""
-        assert self.status_board is not None
-        return error_like(*self.status_board.failure_of(self.stage, self.ranks) or (self.status_board.rank, "", ""))
+    def raise_earlier_failure(self) -> None:
+        """Raise the error with which this map has failed already, although the body caught it. The other processes
+        raise it."""
+        if self.failed_stage == self.stage and self.status_board is not None:
+            raise error_like(*self.status_board.failure_of(self.stage, self.ranks) or (self.status_board.rank, "", ""))
 
     def _wait_for_members(self, members: Shape, call: Call | None) -> None:
         """Wait until all of these workers are here, before an engine connects them."""
         if self.status_board is None or call is None:
             return
-        if self.failed_stage == self.stage:
-            raise self._earlier_failure()
-        number, ranks = self._group(members)
+        self.raise_earlier_failure()
+        number, ranks = self.number_of(members)
         self.status_board.enter(self.status_board.rendezvous_count(number, ranks), call)
         self.status_board.start_waiting(self.stage)
         rank = self.status_board.rank
@@ -404,21 +281,21 @@ class ProcessTransport(Transport):
                     self.unread_blocks.setdefault(members, []).append((channel.mailbox.before, channel.mailbox.now))
                 channel.share(None)
             self.channels.clear()
-            self.links.clear()
-            self.calls.clear()
-            self.under_way.clear()
+            self.groups.forget()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.status_board.rank)
             self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
 
-    def arrive(self, requests: list[Any], call: Call | None, buffers: Any = None) -> None:
-        """Wait for requests. buffers: those that they read and write."""
+    def arrive(self, requests: list[Any], call: Call | None, buffers: Any = None, ranks: Shape = ()) -> None:
+        """Wait for requests. buffers: those that they read and write. ranks: the processes that have to come first."""
         if self.status_board is None:
             self.wait_for(requests)
             return
         try:
             if self.complete_soon(requests):
                 return
+            if ranks:
+                self.status_board.start_waiting(self.stage, ranks)
             self.watch(requests, call)
         except BaseException as error:
             raise self._abandon(error, (requests, buffers), call)  # noqa: B904 (it is this one, most often)
@@ -501,19 +378,32 @@ class ProcessTransport(Transport):
 
     def share(self, local: dict[int, Any]) -> dict[int, Any]:
         (value,) = local.values()
-        own = json.dumps(value).encode()
+        own = json.dumps(value)
         with self.lock:
             self._begin()
             try:
-                for run in list(self.under_way.values()):
-                    run.wait()
-                texts = self.comm.share(self.everyone, _EndOfMap(self.last_call), own)
+                self.groups.finish()
+                texts = self._agree(own)
             finally:
                 self.running = False
                 if self.failed_stage == self.stage:
                     self._end_of_map()
             self.last_call = None
         return {k: value if text == own else json.loads(text) for k, text in enumerate(texts)}  # most texts are equal
+
+    def _agree(self, own: str) -> list[str]:
+        """The texts of all processes. Raises MismatchError if they have not made the same calls in this map."""
+        call = _EndOfMap(self.last_call)
+        texts, check_sum = self.comm.share(self.everyone, call, own, self.groups.check_sum())
+        if check_sum == 0:
+            return texts
+
+        def share(value: Any) -> list[Any]:
+            return [json.loads(text) for text in self.comm.share(self.everyone, call, json.dumps(value))[0]]
+
+        error = self.groups.find_mismatch(share)
+        self.fail(error)
+        raise error
 
 
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()

@@ -202,7 +202,7 @@ class Watchdog:
         if broken is not None:
             raise error_like(*broken)
         if now - self.begun > _MISMATCH_SECONDS:
-            mismatch = self.transport.seen_mismatch()
+            mismatch = self.transport.groups.seen_mismatch()
             if mismatch is not None:
                 raise mismatch
         cycle = self.status_board.wait_cycle()

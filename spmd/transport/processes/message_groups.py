@@ -1,0 +1,200 @@
+"""The groups of a process whose members meet by messages, and how they verify that all make the same calls.
+
+Each message carries a digest of all calls of its group so far. Members that exchange nothing verify each other at the
+end of the map: each brings a share of a sum that is zero if, in every group, all have made the same calls. A process
+that waits for a message long looks up what the others have published; so it finds out when they are elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spmd.errors import MismatchError
+from spmd.transport.algorithms.choice import members_per_host
+from spmd.transport.call import Call, Group, Shape, Side, mismatch
+from spmd.transport.processes.announce import ProcessGroup
+from spmd.transport.processes.history import CALLS_KEPT, CallsOfGroup, History, first_difference, share_of_zero
+from spmd.transport.processes.links import Link
+from spmd.transport.processes.mailbox import MEMBERS_MAX
+from spmd.transport.processes.running import Running
+
+__all__ = ["MessageGroups"]
+
+_PUBLISH_TIMEOUT = 3.0
+"""Seconds that others get to publish what they have called."""
+_NUMBER = (1 << 32) - 1
+"""The number of a collective in its map, of its number in the job."""
+
+
+class MessageGroups:
+    """The groups that meet by messages, and the links with their members.
+
+    under_way: the collectives that have been started, by number. hosts: the host of each worker, once they have met.
+    history: the last collectives by messages.
+    """
+
+    def __init__(self, transport: ProcessGroup):
+        self.transport = transport
+        self.links: dict[int, Link] = {}
+        self.calls: dict[Shape, CallsOfGroup] = {}
+        self.under_way: dict[int, Running] = {}
+        self.hosts: Shape = ()
+        self.history = History()
+        self._awaited: CallsOfGroup | None = None
+        """The calls of the group in which this process waits for a packet."""
+        self._per_host: dict[Shape, int] = {}
+        if transport.status_board is not None:
+            transport.status_board.history = self.history
+
+    def forget(self) -> None:
+        """A map has failed: messages under way may never come."""
+        self.links.clear()
+        self.calls.clear()
+        self.under_way.clear()
+
+    def on_this_host(self, ranks: Shape) -> bool:
+        """Whether processes, which have all started, share the status board of this host, and may share memory."""
+        board = self.transport.status_board
+        return board is not None and len(ranks) <= MEMBERS_MAX and all(map(board.is_local, ranks))
+
+    def calls_of(self, group: Group, call: Call) -> CallsOfGroup | None:
+        """The calls of a group, if its members meet by messages; None if they share memory."""
+        transport, ordered = self.transport, group.ordered
+        channel = transport.channels.get(ordered)
+        if channel is not None and channel.mailbox is not None:
+            return None
+        calls = self.calls.get(ordered)
+        if calls is None:
+            transport.channel(transport.everyone.members, call)
+            number, ranks = transport.number_of(ordered)
+            if self.on_this_host(ranks) and transport.channel(ordered, call).mailbox is not None:
+                return None
+            board = transport.status_board
+            count = None if board is None else board.rendezvous_count(number, ranks)
+            calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
+        return calls
+
+    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
+        """The collective of this number in the map."""
+        transport = self.transport
+        transport.raise_earlier_failure()
+        number += transport.runs << 32
+        calls.add(self.history.add(number, calls.number, call), number)
+        if transport.status_board is not None:
+            transport.status_board.enter(calls.count, call)
+        transport.last_call = call
+        return Running(self, group, call, calls, number)
+
+    def link(self, worker: int) -> Link:
+        """The link with another worker."""
+        link = self.links.get(worker)
+        if link is None:
+            channel = self.transport.channel(self.transport.everyone.members, self.transport.last_call)
+            link = self.links[worker] = channel.link(worker)
+        return link
+
+    def members_per_host(self, group: Group) -> int:
+        """The number of members of a group on each host, where they can be taken together: see
+        `choice.members_per_host`."""
+        found = self._per_host.get(group.members)
+        if found is None:
+            hosts = [self.hosts[m] for m in group.members] if self.hosts else range(group.size)
+            found = self._per_host[group.members] = members_per_host(hosts)
+        return found
+
+    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None:
+        """Wait for the next packet of a link."""
+        requests = link.receive()
+        if self.transport.complete_soon(requests):
+            return
+        self._awaited = calls
+        try:
+            self.transport.arrive(requests, call, link, (self.transport.ranks[link.peer],))
+        finally:
+            self._awaited = None
+
+    # Mismatches.
+
+    def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> MismatchError:
+        """The error where a worker has sent a message of another call. What it has called is on its status board, or
+        will be in a moment."""
+        board, difference = self.transport.status_board, None
+        until = time.monotonic() + _PUBLISH_TIMEOUT
+        while board is not None and difference is None and time.monotonic() < until:
+            board.poll()
+            difference = self._difference(worker, calls)
+            time.sleep(0.01)
+        own = Side.of("", call, number & _NUMBER)
+        other = Side("", "another collective", "(which one is not known)", own.number)
+        error = self._mismatch({self.transport.local[0]: own, worker: other} if difference is None else difference)
+        self.transport.fail(error)
+        return error
+
+    def _difference(self, worker: int, calls: CallsOfGroup) -> dict[int, Side] | None:
+        """The sides of this process and of another worker in the first call of a group that they have made differently,
+        as far as is known."""
+        board = self.transport.status_board
+        assert board is not None
+        found = first_difference(self.history, board.history_of(self.transport.ranks[worker]), calls.number)
+        return None if found is None else {self.transport.local[0]: found.own, worker: found.other}
+
+    def _mismatch(self, sides: dict[int, Side]) -> MismatchError:
+        """The error with the sides of two workers."""
+        return mismatch(*(sides[w]._replace(worker=self.transport.describe(w)) for w in sorted(sides)))
+
+    def seen_mismatch(self) -> MismatchError | None:
+        """The error where this process waits for a packet, and another of the group has published another call."""
+        calls, own = self._awaited, self.transport.local[0]
+        if calls is not None and self.transport.status_board is not None:
+            for worker in calls.members:
+                sides = self._difference(worker, calls) if worker != own else None
+                if sides is not None:
+                    return self._mismatch(sides)
+        return None
+
+    # The end of a map.
+
+    def check_sum(self) -> int:
+        """This process's share of a sum that is zero if in each group all members have made the same calls."""
+        me, everyone = self.transport.local[0], self.transport.everyone.members
+        return sum(share_of_zero(calls, me) for members, calls in self.calls.items() if members != everyone)
+
+    def find_mismatch(self, share: Callable[[Any], list[Any]]) -> MismatchError:
+        """The error where the sum of all processes is not zero. All call this, to find out who called what.
+
+        share: sends a small JSON value to all, and returns those of all.
+        """
+        me, runs = self.transport.local[0], self.transport.runs
+        entries = [e for e in self.history.entries if e.number >> 32 == runs]
+        called = [dict(map(tuple, pairs)) for pairs in share([[e.number, [e.group, e.digest]] for e in entries])]
+        # Of a process that has made more collectives, earlier ones are not known.
+        oldest = [min(pairs) if len(pairs) == CALLS_KEPT else 0 for pairs in called]
+        members = {calls.number: calls.members for calls in self.calls.values()}
+        own = [
+            [e.number, me, worker]
+            for e in entries
+            for worker in members[e.group]
+            if e.number >= oldest[worker] and called[worker].get(e.number) != [e.group, e.digest]
+        ]
+        found = [first for first in share(min(own, default=None)) if first is not None]
+        if not found:
+            return self._mismatch_at_the_end()
+        number, *workers = min(found)
+        text = self.history.side(number).packed(1 << 12).decode() if me in workers else ""
+        texts = share(text)
+        return self._mismatch({w: Side.unpacked("", texts[w].encode()) for w in workers})
+
+    def _mismatch_at_the_end(self) -> MismatchError:
+        return MismatchError.at(
+            "a collective",
+            got="workers that have made different collectives in this map, so long ago that it is not known which",
+            need="the same collectives in the same order from all workers of each group",
+            mend="let all workers take the same path",
+        )
+
+    def finish(self) -> None:
+        """Wait for what was started, and nobody has waited for."""
+        for run in list(self.under_way.values()):
+            run.wait()
