@@ -22,7 +22,7 @@ from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator
 from spmd.operators.halo_arguments import as_tuples, balanced, checked_spec
-from spmd.operators.halo_base import Halo
+from spmd.operators.halo_base import Halo, lengths_learnt
 from spmd.operators.halo_combine import (
     AddHalo,
     FillHalo,
@@ -36,13 +36,12 @@ from spmd.operators.halo_combine import (
     returning,
 )
 from spmd.operators.halo_geometry import Dimension, Stage, along, lengths_before, near_size, stages_of, trimmed
-from spmd.operators.memo import bounded
-from spmd.operators.sums import unmoved
+from spmd.operators.memo import bounded, memoised
 from spmd.tracebacks import shorten
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Chained, Handle, read_only
-from spmd.transport.plan import NeedsShapes, Plan, Plans
+from spmd.transport.plan import NeedsLengths, Plan, Plans
 
 __all__ = ["HaloAccumulate", "HaloExchange", "halo_accumulate", "halo_exchange"]
 
@@ -55,13 +54,14 @@ class HaloExchange(Halo):
     def _check(self, group: Group, x: np.ndarray) -> None:
         super()._check(group, x)
         for d, dim in enumerate(self._dimensions(group, x.ndim)):
-            n, k, given = x.shape[d], dim.line.index, self._given(d)
-            if given is not None and given[k] != n:
+            n, k, known = x.shape[d], dim.line.index, self._known(d)
+            if known is not None and known[k] != n:
+                says = "the block had that it is bound to" if self._given(d) is None else f"sizes={known} or shape says"
                 raise LayoutError.at(
                     f"spmd.{self.function}",
                     argument="x",
                     got=f"a block of length {n} in dimension {d}",
-                    need=f"length {given[k]}, as sizes={given} or shape says",
+                    need=f"length {known[k]}, as {says}",
                     mend="leave sizes and shape out: they are learnt",
                 )
             if n + sum(dim.own) < 0:
@@ -82,10 +82,10 @@ class HaloExchange(Halo):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, with zeros."""
         plans = self._plans.get((group, x.shape, x.dtype, nothing))
         if plans is None:
-            d = self._only_unknown_dimension(group, x.ndim)
-            if d is not None:
-                line = self._dimensions(group, x.ndim)[d].line
-                needs = NeedsShapes(line, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, d))
+            unknown = self._unknown(group, x.ndim)
+            if self._extends_one(group, x.ndim) and unknown:
+                line, near = unknown[0]
+                needs = NeedsLengths(line, near, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, near.dim))
                 return (yield comm.run(needs, call, x))
             plans = yield from self._learn(comm, group, x, call, nothing)
         if len(plans.steps) == 1:
@@ -122,11 +122,11 @@ class HaloExchange(Halo):
         key = group, x.shape, x.dtype, False
         cached = self._plans.get(key)
         plans = cached or self._cached_learnt_plans.get(key)
-        if plans is None or plans.buffer is None or len(plans.steps) != 1:
+        if plans is None or plans.buffer is None or not self._extends_one(group, x.ndim) or len(plans.steps) != 1:
             return None
         (plan,) = plans.steps
         combine: Any = plan.combine
-        assumed = None if cached is not None else (combine.d, plans.bound.sizes[combine.d])
+        assumed = None if cached is not None else (combine.d, plans.bound.learnt[combine.d])
         in_place = plans.buffer.is_around(x)
         return replace(plan, combine=replace(combine, in_place=in_place), assumed_lengths=assumed)
 
@@ -137,33 +137,37 @@ class HaloExchange(Halo):
 
     @cached_property
     def _cached_learnt_plans(self) -> dict[Any, HaloPlans]:
-        """The latest plans with gathered lengths. The next call gathers again: other blocks may have new lengths."""
+        """The latest plans with learnt lengths. The next call asks again: other blocks may have new lengths."""
         return {}
 
-    def _only_unknown_dimension(self, group: Group, ndim: int) -> int | None:
-        """The dimension along which the block is extended, if there is only one and its lengths are not known."""
-        dimensions = self._dimensions(group, ndim)
-        reached = [d for d, dim in enumerate(dimensions) if any(map(any, dim.pairs))]
-        if len(reached) != 1 or dimensions[reached[0]].alone or self._given(reached[0]) is not None:
-            return None
-        return reached[0]
+    @memoised
+    def _extends_one(self, group: Group, ndim: int) -> bool:
+        """Whether the block is extended or trimmed along one dimension only."""
+        return sum(any(map(any, dim.pairs)) for dim in self._dimensions(group, ndim)) == 1
 
     def _learnt_plan(
-        self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, d: int, shapes: Sequence[Shape]
+        self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, d: int, lengths: tuple[int, ...]
     ) -> Plan:
-        """The plan if only dimension d is extended, and the blocks along it have these shapes."""
-        lengths, key = tuple(s[d] for s in shapes), (group, shape, dtype, nothing)
+        """The plan if only dimension d is extended, and the blocks along it have these lengths."""
+        return self._learnt_plans(group, shape, dtype, {d: lengths}, nothing).steps[0]
+
+    def _learnt_plans(
+        self, group: Group, shape: Shape, dtype: np.dtype, lengths: dict[int, tuple[int, ...]], nothing: bool
+    ) -> HaloPlans:
+        """`_plans_for`, with those of the call before if blocks have the same lengths again."""
+        key = group, shape, dtype, nothing
         plans = self._cached_learnt_plans.get(key)
-        if plans is None or plans.bound.sizes[d] != lengths:
-            sizes = tuple(lengths if e == d else self._given(e) for e in range(len(shape)))
-            plans = bounded(self._cached_learnt_plans)[key] = self._plans_with(group, shape, dtype, nothing, sizes)
-        return plans.steps[0] if plans.steps else unmoved(plans.bound, group, shape, dtype)
+        if plans is None or any(plans.bound.learnt[d] != lengths[d] for d in lengths):
+            plans = self._plans_for(group, shape, dtype, lengths, nothing)
+            bounded(self._cached_learnt_plans)[key] = plans
+        return plans
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool):
-        lengths = yield from self._gather_lengths(comm, self._dimensions(group, x.ndim), call)
+        lengths = yield from lengths_learnt(comm, self._unknown(group, x.ndim), call)
+        if lengths:
+            return self._learnt_plans(group, x.shape, x.dtype, lengths, nothing)
         plans = self._plans_for(group, x.shape, x.dtype, lengths, nothing)
-        if not lengths:
-            bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
+        bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
         return plans
 
     def _plans_for(
@@ -174,22 +178,23 @@ class HaloExchange(Halo):
         lengths: dict[int, tuple[int, ...]],
         nothing: bool = False,
     ) -> HaloPlans:
-        sizes = tuple(lengths.get(d, self._given(d)) for d in range(len(shape)))
+        sizes = tuple(lengths.get(d, self._known(d)) for d in range(len(shape)))
         return self._plans_with(group, shape, dtype, nothing, sizes)
 
     def _plans_with(
         self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool, sizes: tuple[Any, ...]
     ) -> HaloPlans:
-        stages = stages_of(self._dimensions(group, len(shape)), shape, sizes, nothing)
+        given, learnt = self._split(sizes)
+        stages = stages_of(self._dimensions(group, len(shape)), shape, given, learnt, nothing)
         places, lengths = [stage.place for stage in stages], tuple(stage.length for stage in stages)
         moving = [d for d, stage in enumerate(stages) if not stage.idle]
-        bound = self._like(type(self), sizes=sizes, block=shape)
+        bound = self._like(type(self), block=shape, learnt=learnt)
         window, buffer = [slice(at, at + n) for at, n in zip(places, shape, strict=True) if at is not None], None
         if len(window) == len(shape):
             buffer = ResultBuffer(lengths, tuple(window), entries_ahead(shape, window, moving))
         steps, block = [], list(shape)
         for d in moving:
-            line, pieces, k = stages[d]
+            line, pieces, k, _ = stages[d]
             own = pieces.own(k)
             if buffer is not None:
                 window[d] = slice(0, lengths[d])
@@ -198,15 +203,15 @@ class HaloExchange(Halo):
                 self.function,
                 d,
                 lengths[d],
-                gaps=tuple(along(d, start, stop) for start, stop in pieces.gaps[k]),
+                gaps=tuple(along(d, start, stop) for start, stop in pieces.gaps(k)),
                 own=piece_places(own, d),
-                received=tuple((s, m, piece_places(m.pieces, d)) for s, m in pieces.incoming[k].items()),
+                received=tuple((s, m, piece_places(m.pieces, d)) for s, m in pieces.incoming(k).items()),
                 buffer=buffer,
                 window=None if buffer is None else tuple(window),
             )
-            sends = {t: one_index(m.ranges, d) for t, m in pieces.outgoing[k].items()}
+            sends = {t: one_index(m.ranges, d) for t, m in pieces.outgoing(k).items()}
             parts = [sends.get(j) for j in range(line.size)]
-            kind = "exchange" if pieces.moves else "none"
+            kind = "exchange" if stages[d].moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = lengths[d]
         return HaloPlans(tuple(steps), bound, tuple(block), buffer)
@@ -233,8 +238,9 @@ class HaloAccumulate(Halo):
         for d, dim in enumerate(dimensions):
             n = near_size(shape[d], dim.own, dim.boundary, dim.line.index, dim.line.size)
             sizes.append(self._assumed_lengths(d, dim, max(n, 0)))
-        block, _ = replace(self, sizes=sizes)._cropped(dimensions, shape, {})
-        return self._plans_with(stages_of(dimensions, block, sizes), shape, dtype, self)
+        given, learnt = self._split(sizes)
+        block, _ = self._like(type(self), learnt=learnt)._cropped(dimensions, shape, {})
+        return self._plans_with(stages_of(dimensions, block, given, learnt), shape, dtype, self)
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
         return Chained(self._accumulate(comm, group, x, call))
@@ -271,7 +277,10 @@ class HaloAccumulate(Halo):
         return {}
 
     def _learn(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        lengths = yield from self._gather_lengths(comm, self._dimensions(group, x.ndim), call)
+        # By the lengths of blocks with halos, those of blocks without are told if all are known.
+        lengths = {}
+        for line, near in self._unknown(group, x.ndim):
+            lengths[near.dim] = tuple(shape[near.dim] for shape in (yield comm.shapes(line, call)))
         plans = self._plans_for(group, x.shape, x.dtype, lengths)
         if not lengths:
             bounded(self._cached_plans)[group, x.shape, x.dtype] = plans
@@ -280,7 +289,8 @@ class HaloAccumulate(Halo):
     def _plans_for(self, group: Group, shape: Shape, dtype: np.dtype, lengths: dict[int, tuple[int, ...]]) -> Plans:
         dimensions = self._dimensions(group, len(shape))
         block, sizes = self._cropped(dimensions, shape, lengths)
-        stages = stages_of(dimensions, block, sizes)
+        given, learnt = self._split(sizes)
+        stages = stages_of(dimensions, block, given, learnt)
         need = tuple(stage.length for stage in stages)
         if shape != need:
             raise LayoutError.at(
@@ -290,18 +300,18 @@ class HaloAccumulate(Halo):
                 need=f"shape {list(need)}, that of a block of shape {list(block)} with its halo",
                 mend="give the spec, widths, boundary and sizes of the exchange",
             )
-        return self._plans_with(stages, shape, dtype, self._like(type(self), sizes=sizes, block=block))
+        return self._plans_with(stages, shape, dtype, self._like(type(self), block=block, learnt=learnt))
 
     def _plans_with(self, stages: Sequence[Stage], shape: Shape, dtype: np.dtype, bound: Operator) -> Plans:
         steps, block = [], list(shape)
         for d in reversed(range(len(shape))):
             if stages[d].idle:
                 continue
-            line, pieces, k = stages[d]
-            incoming = pieces.incoming[k]
+            line, pieces, k, _ = stages[d]
+            incoming = pieces.incoming(k)
             parts = [returning(incoming[s], d) if s in incoming else None for s in range(line.size)]
-            combine = AddHalo(self.function, d, pieces.sizes[k], pieces.own(k), pieces.outgoing[k])
-            kind = "exchange" if pieces.moves else "none"
+            combine = AddHalo(self.function, d, pieces.sizes[k], pieces.own(k), pieces.outgoing(k))
+            kind = "exchange" if stages[d].moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = pieces.sizes[k]
         return Plans(tuple(steps), bound, tuple(block))
@@ -310,7 +320,7 @@ class HaloAccumulate(Halo):
         """The shape of the block without its halo, and per dimension the lengths of all blocks, where they matter."""
         block, sizes = [], []
         for d, dim in enumerate(dimensions):
-            sizes_along = self._given(d)
+            sizes_along = self._known(d)
             if sizes_along is None and not dim.alone:
                 sizes_along = lengths_before(lengths[d], dim.pairs, dim.boundary, dim.line.dims)
             sizes.append(sizes_along)

@@ -14,14 +14,15 @@ from spmd.layout import P
 from spmd.operators.base import Operator
 from spmd.operators.halo_arguments import boundaries_of, sizes_of, widths_of
 from spmd.operators.halo_geometry import Dimension, dimensions_of
-from spmd.operators.memo import bounded
+from spmd.operators.memo import bounded, memoised
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.plan import Plans
 
 Kind = TypeVar("Kind", bound="Halo")
 
-__all__ = ["Halo"]
+__all__ = ["Halo", "lengths_learnt"]
 
 _WHOLE = P()
 
@@ -32,7 +33,9 @@ class Halo(Operator):
 
     spec: the axes that split each dimension; `axes` are its axes. widths: for each dimension (low, high) of each block,
     or one pair for all. boundary: one for all dimensions, or one for each. sizes: for each dimension the lengths of its
-    blocks without halo (None: unknown). block: the shape of this worker's block without halo, once known.
+    blocks without halo (None: unknown). block: the shape of this worker's block without halo, once known. learnt: for
+    each dimension the lengths of its blocks, where they matter and are learnt, as far as they matter. Other workers
+    learn those of other blocks, so they are no part of what workers compare.
     """
 
     spec: P = _WHOLE
@@ -40,8 +43,9 @@ class Halo(Operator):
     boundary: str | Sequence[str] = "none"
     sizes: Any = None
     block: Shape | None = None
+    learnt: tuple[tuple[int, ...] | None, ...] | None = None
 
-    private: ClassVar[tuple[str, ...]] = ("block",)
+    private: ClassVar[tuple[str, ...]] = ("block", "learnt")
 
     def __post_init__(self):
         where = f"spmd.{self.function}"
@@ -65,8 +69,18 @@ class Halo(Operator):
         )
 
     def _given(self, d: int) -> tuple[int, ...] | None:
-        """The lengths of the blocks of a dimension, if known."""
+        """The lengths of the blocks of a dimension, if they were given."""
         return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None
+
+    def _known(self, d: int) -> tuple[int, ...] | None:
+        """The lengths of the blocks of a dimension, as far as they matter, if known."""
+        given = self._given(d)
+        return given if given is not None or d >= len(self.learnt or ()) else (self.learnt or ())[d]
+
+    def _split(self, lengths: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+        """Known lengths of all dimensions, parted into those that were given and those that were learnt."""
+        given = [self._given(d) for d in range(len(lengths))]
+        return given, tuple(known if g is None else None for g, known in zip(given, lengths, strict=True))
 
     def _like(self, kind: type[Kind], **changes: Any) -> Kind:
         """A copy of this operator, or its adjoint, without checking the parameters again."""
@@ -74,14 +88,11 @@ class Halo(Operator):
         other.__dict__.update({f.name: getattr(self, f.name) for f in fields(self)}, **changes)
         return other
 
-    def _gather_lengths(self, comm: Comm, dimensions: Sequence[Dimension], call: Call):
-        """For each dimension the lengths of its blocks, where they matter and are not known."""
-        unknown = [d for d, dim in enumerate(dimensions) if not dim.alone and self._given(d) is None]
-        handles = [comm.shapes(dimensions[d].line, call) for d in unknown]
-        lengths: dict[int, tuple[int, ...]] = {}
-        for d, handle in zip(unknown, handles, strict=True):
-            lengths[d] = tuple(shape[d] for shape in (yield handle))
-        return lengths
+    @memoised
+    def _unknown(self, group: Group, ndim: int) -> tuple[tuple[Group, Near], ...]:
+        """What to learn: the workers along each dimension whose lengths matter and are not known, and which lengths."""
+        dimensions = enumerate(self._dimensions(group, ndim))
+        return tuple((dim.line, dim.near(d)) for d, dim in dimensions if not dim.alone and self._known(d) is None)
 
     def out_shape(self, group: Group, shapes: Sequence[Shape], dtype: np.dtype) -> Shape:
         own = shapes[group.index]
@@ -90,7 +101,7 @@ class Halo(Operator):
         lengths = {
             d: tuple(shapes[group.members.index(worker)][d] for worker in dim.line.members)
             for d, dim in enumerate(self._dimensions(group, len(own)))
-            if not dim.alone and self._given(d) is None
+            if not dim.alone and self._known(d) is None
         }
         return self._plans_for(group, own, dtype, lengths).shape
 
@@ -143,8 +154,17 @@ class Halo(Operator):
 
     def _assumed_lengths(self, d: int, dim: Dimension, n: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension; if unknown, n for this one and large ones for others."""
-        lengths = self._given(d)
+        lengths = self._known(d)
         if lengths is not None or dim.alone:
             return lengths
-        enough = n + sum(abs(w) for pair in dim.pairs for w in pair) + 1
-        return tuple(n if k == dim.line.index else enough for k in range(dim.line.size))
+        far = dim.near(d).far
+        return tuple(n if k == dim.line.index else far for k in range(dim.line.size))
+
+
+def lengths_learnt(comm: Comm, unknown: Sequence[tuple[Group, Near]], call: Call):
+    """For each dimension that is to be learnt the lengths of its blocks, as far as they matter."""
+    handles = [comm.lengths(line, call, near) for line, near in unknown]
+    lengths: dict[int, tuple[int, ...]] = {}
+    for (_, near), handle in zip(unknown, handles, strict=True):
+        lengths[near.dim] = yield handle
+    return lengths

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -10,6 +11,8 @@ from typing import NamedTuple
 
 from spmd.errors import LayoutError
 from spmd.layout import P, block_sizes, offsets
+from spmd.operators.memo import memoised
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import Group, Shape
 
 __all__ = [
@@ -64,65 +67,99 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class HaloPieces:
-    """The pieces of all results along one dimension.
+    """The pieces of all results along one dimension. Those of a result are computed when they are asked for: a worker
+    needs those of its own, and of the few results that have entries of its block.
 
-    sizes: the lengths of the blocks; lengths: those of the results. pieces: of each result, in the order of their
-    places; entries that no piece fills are zero.
+    sizes: the lengths of the blocks. widths, boundary: see `halo_pieces`.
     """
 
     sizes: tuple[int, ...]
-    lengths: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    widths: tuple[Pair, ...]
+    boundary: str
 
     @cached_property
-    def messages(self) -> dict[Pair, Message]:
-        """By source and target. A block's message to itself has its own pieces."""
-        by_pair: dict[Pair, list[Piece]] = {}
-        for target, pieces in enumerate(self.pieces):
-            for p in pieces:
-                by_pair.setdefault((p.source, target), []).append(p)
-        return {
-            (s, t): Message(((0, self.sizes[s]),), tuple(pieces)) if s == t else _packed(pieces)
-            for (s, t), pieces in sorted(by_pair.items())
-        }
+    def _at(self) -> array[int]:
+        """Where the blocks begin, and the end of the last."""
+        return array("q", offsets(self.sizes))
+
+    def _box(self, k: int) -> Pair:
+        (low, high), at = self.widths[k], self._at
+        start, stop = at[k] - low, at[k + 1] + high
+        if stop < start:
+            raise trimmed("halo_pieces", k, self.sizes[k], (low, high))
+        if self.boundary == "none":
+            start, stop = (min(max(end, 0), at[-1]) for end in (start, stop))
+        return start, stop
+
+    def length(self, k: int) -> int:
+        """The length of result k."""
+        start, stop = self._box(k)
+        return stop - start
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of the results."""
+        return tuple(map(self.length, range(len(self.sizes))))
+
+    @memoised
+    def pieces(self, k: int) -> tuple[Piece, ...]:
+        """The pieces of result k, in the order of their places; entries that no piece fills are zero."""
+        return tuple(self._pieces(k))
+
+    def _pieces(self, k: int) -> Iterator[Piece]:
+        for run in _runs(*self._box(k), self._at[-1], self.boundary):
+            yield from _owned(run, self._at)
 
     @cached_property
-    def outgoing(self) -> tuple[dict[int, Message], ...]:
-        """Per block: the messages that it sends, by target."""
-        return tuple({t: m for (s, t), m in self.messages.items() if s == k != t} for k in range(len(self.sizes)))
+    def _reach(self) -> Pair:
+        """How far boxes reach below and above their blocks, at most."""
+        return max(0, *(low for low, _ in self.widths)), max(0, *(high for _, high in self.widths))
 
-    @cached_property
-    def incoming(self) -> tuple[dict[int, Message], ...]:
-        """Per block: the messages that it receives, by source."""
-        return tuple({s: m for (s, t), m in self.messages.items() if t == k != s} for k in range(len(self.sizes)))
+    def _readers(self, k: int) -> list[int]:
+        """The results that may have entries of block k: those that reach it, and those that go beyond the ends."""
+        (low, high), at, count = self._reach, self._at, len(self.sizes)
+        readers = {*range(max(bisect_right(at, at[k] - high) - 1, 0), min(bisect_left(at, at[k + 1] + low), count))}
+        if self.boundary not in ("none", "zero"):
+            readers |= {*range(min(bisect_left(at, low), count))}
+            readers |= {*range(max(bisect_right(at, at[-1] - high) - 1, 0), count)} if high else set()
+        return sorted(readers)
+
+    @memoised
+    def outgoing(self, k: int) -> dict[int, Message]:
+        """The messages that block k sends, by target."""
+        by_target = {t: [p for p in self.pieces(t) if p.source == k] for t in self._readers(k) if t != k}
+        return {t: _packed(pieces) for t, pieces in by_target.items() if pieces}
+
+    @memoised
+    def incoming(self, k: int) -> dict[int, Message]:
+        """The messages that block k receives, by source."""
+        by_source: dict[int, list[Piece]] = {}
+        for p in self.pieces(k):
+            by_source.setdefault(p.source, []).append(p)
+        return {s: _packed(pieces) for s, pieces in sorted(by_source.items()) if s != k}
 
     @cached_property
     def moves(self) -> bool:
         """Whether any block receives entries of another."""
-        return any(self.outgoing)
+        return any(p.source != k for k in range(len(self.sizes)) for p in self._pieces(k))
 
     def own(self, k: int) -> tuple[Piece, ...]:
         """The pieces of result k that are entries of block k."""
-        message = self.messages.get((k, k))
-        return message.pieces if message else ()
+        return tuple(p for p in self.pieces(k) if p.source == k)
 
     def keeps(self, k: int) -> bool:
         """Whether the result of block k is the block itself."""
-        own = self.lengths[k] == self.sizes[k] and not self.gaps[k]
-        return own and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces[k])
+        own = self.length(k) == self.sizes[k] and not self.gaps(k)
+        return own and all(p[:4] == (k, 0, self.sizes[k], 0) for p in self.pieces(k))
 
-    @cached_property
-    def gaps(self) -> tuple[tuple[Pair, ...], ...]:
-        """Per result: the ranges that no piece fills, which are zero."""
-        gaps_by_block = []
-        for pieces, length in zip(self.pieces, self.lengths, strict=True):
-            ends = (0, *(p.at + p.length for p in pieces))
-            starts = (*(p.at for p in pieces), length)
-            gaps_by_block.append(tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start))
-        return tuple(gaps_by_block)
+    def gaps(self, k: int) -> tuple[Pair, ...]:
+        """The ranges of result k that no piece fills, which are zero."""
+        ends = (0, *(p.at + p.length for p in self.pieces(k)))
+        starts = (*(p.at for p in self.pieces(k)), self.length(k))
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
 
-def _packed(pieces: list[Piece]) -> Message:
+def _packed(pieces: Sequence[Piece]) -> Message:
     """The message with the entries that these pieces need of a block, each once."""
     ranges: list[list[int]] = []
     for start, stop in sorted((p.start, p.stop) for p in pieces):
@@ -149,7 +186,7 @@ class _Run(NamedTuple):
     repeat: int = 1
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def halo_pieces(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str) -> HaloPieces:
     """The pieces of all results along one dimension.
 
@@ -157,20 +194,9 @@ def halo_pieces(sizes: tuple[int, ...], widths: tuple[Pair, ...], boundary: str)
     the block; a negative width trims. boundary: the entries beyond the ends of the array; see `halo_exchange`.
 
     The result of a block at [start, stop) is the box [start - low, stop + high) of the array, continued at its ends.
-    Raises LayoutError if widths trim more than the block has, or an array without entries is to be continued.
+    Its methods raise LayoutError if widths trim more than a block has, or an array without entries is to be continued.
     """
-    at, n = offsets(sizes), sum(sizes)
-    lengths, pieces = [], []
-    for k, (low, high) in enumerate(widths):
-        start, stop = at[k] - low, at[k + 1] + high
-        if stop < start:
-            raise trimmed("halo_pieces", k, sizes[k], (low, high))
-        if boundary == "none":
-            start, stop = (min(max(end, 0), n) for end in (start, stop))
-        lengths.append(stop - start)
-        runs = _runs(start, stop, n, boundary)
-        pieces.append(tuple(piece for run in runs for piece in _owned(run, at)))
-    return HaloPieces(sizes, tuple(lengths), tuple(pieces))
+    return HaloPieces(sizes, widths, boundary)
 
 
 def _runs(start: int, stop: int, n: int, boundary: str) -> Iterator[_Run]:
@@ -290,6 +316,17 @@ class Dimension(NamedTuple):
     def own(self) -> Pair:
         return self.pairs[self.line.index]
 
+    def near(self, d: int) -> Near:
+        """The lengths that this worker needs to know. d: which dimension it is.
+
+        A block matters where a box reaches it, or to the block that it reaches: if the blocks between are together
+        shorter than the widest halo. A mirror image leaves out the entry at the end, so it reaches one entry further.
+        It is mirrored again where it reaches the last entry: whoever does not know all lengths has to know that it does
+        not. Blocks whose entries are continued beyond an end are as near to it as the halos there are wide.
+        """
+        widest, most = (max(f(w) for pair in self.pairs for w in pair) for f in (int, abs))
+        return Near(d, widest + 2 * (self.boundary == "reflect"), self.boundary == "periodic", 3 * most + 3)
+
 
 @lru_cache(maxsize=1024)
 def dimensions_of(
@@ -335,21 +372,28 @@ def whole_piece(pieces: Sequence[Piece], length: int) -> Piece | None:
 class Stage(NamedTuple):
     """The exchange along one dimension.
 
-    line: the workers along it. pieces: of their results. k: the place of this worker's block.
+    line: the workers along it. pieces: of their results. k: the place of this worker's block. learnt: whether lengths
+    are known to each worker only as far as they matter to it.
     """
 
     line: Group
     pieces: HaloPieces
     k: int
+    learnt: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether the workers meet. All say the same: where one does not know all lengths, they do."""
+        return self.learnt or self.pieces.moves
 
     @property
     def idle(self) -> bool:
         """Whether no entry moves, and this worker's result is its block."""
-        return not self.pieces.moves and self.pieces.keeps(self.k)
+        return not self.moves and self.pieces.keeps(self.k)
 
     @property
     def length(self) -> int:
-        return self.pieces.lengths[self.k]
+        return self.pieces.length(self.k)
 
     @property
     def place(self) -> int | None:
@@ -362,14 +406,20 @@ class Stage(NamedTuple):
 
 
 def stages_of(
-    dimensions: Sequence[Dimension], block: Shape, sizes: Sequence[tuple[int, ...] | None], nothing: bool = False
+    dimensions: Sequence[Dimension],
+    block: Shape,
+    given: Sequence[tuple[int, ...] | None],
+    learnt: Sequence[tuple[int, ...] | None],
+    nothing: bool = False,
 ) -> list[Stage]:
-    """The stages for a block of this shape. sizes: per dimension the lengths of all blocks, where they matter. nothing:
-    whether an array of length 0 may be continued, with zeros."""
+    """The stages for a block of this shape. given, learnt: per dimension the lengths of all blocks, where they matter,
+    in one of the two. nothing: whether an array of length 0 may be continued, with zeros."""
     stages = []
-    for dim, n, all_lengths in zip(dimensions, block, sizes, strict=True):
+    for dim, n, given_lengths, learnt_lengths in zip(dimensions, block, given, learnt, strict=True):
+        all_lengths = given_lengths if learnt_lengths is None else learnt_lengths
         lengths, pairs, k = ((n,), (dim.own,), 0) if dim.alone else (all_lengths, dim.pairs, dim.line.index)
         assert lengths is not None
         boundary = "zero" if nothing and not sum(lengths) and dim.boundary != "none" else dim.boundary
-        stages.append(Stage(dim.line, halo_pieces(lengths, pairs, boundary), k))
+        pieces = halo_pieces(lengths, pairs, boundary)
+        stages.append(Stage(dim.line, pieces, k, learnt_lengths is not None and not dim.alone))
     return stages

@@ -51,18 +51,18 @@ class Stencil(Operator):
     """V -> V: y[i] = sum over k of weights[k] * x[i + offsets[k]], of an array that goes on with zeros or periodically.
 
     spec: the axes that split each dimension; `axes` are its axes. offsets: an int per dimension each. weights: a real
-    number for each. boundary: "zero" or "periodic", for all dimensions or one for each. sizes: of each exchange of
-    halos the lengths of its slabs, once met. Its adjoint is the stencil of the negated offsets.
+    number for each. boundary: "zero" or "periodic", for all dimensions or one for each. learnt: of each exchange of
+    halos the lengths of its slabs, as far as they matter, once met. Its adjoint is the stencil of the negated offsets.
     """
 
     spec: P = _WHOLE
     offsets: Offsets = ()
     weights: tuple[float, ...] = ()
     boundary: str | tuple[str, ...] = "zero"
-    sizes: tuple[Any, ...] | None = None
+    learnt: tuple[Any, ...] | None = None
 
     function: ClassVar[str] = "stencil"
-    private: ClassVar[tuple[str, ...]] = ("sizes",)
+    private: ClassVar[tuple[str, ...]] = ("learnt",)
 
     def _boundaries(self, ndim: int) -> tuple[str, ...]:
         return (self.boundary,) * ndim if isinstance(self.boundary, str) else self.boundary
@@ -122,8 +122,8 @@ class Stencil(Operator):
     def _halos(self, ndim: int, open_: Sequence[int]) -> list[HaloExchange]:
         """The exchange for the slabs of each of these dimensions."""
         widths = tuple(w if d in open_ else (0, 0) for d, w in enumerate(self._reach))
-        all_sizes = self.sizes or (None,) * len(open_)
-        return [HaloExchange(self.axes, self.spec, widths, self._boundaries(ndim), sizes) for sizes in all_sizes]
+        ends, learnt = self._boundaries(ndim), self.learnt or (None,) * len(open_)
+        return [HaloExchange(self.axes, self.spec, widths, ends, learnt=lengths) for lengths in learnt]
 
     def _slab(self, shape: tuple[int, ...], d: int) -> tuple[int, ...]:
         """The shape of both faces of a block together; a short block is its own faces."""
@@ -141,7 +141,7 @@ class Stencil(Operator):
     def _apply(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         ends, exchanges = self._reach, self._begin(group)
         open_ = [d for d, _ in exchanges]
-        begun, sizes = [], []
+        begun, learnt = [], []
         for d, halo in exchanges:
             length = self._slab(x.shape, d)[d]
             faces = x
@@ -162,7 +162,7 @@ class Stencil(Operator):
         closed = [(0, 0) if d in open_ else ends[d] for d in range(x.ndim)]
         for d, cut, slabs in begun:
             faces, halo = yield slabs
-            sizes.append(halo.sizes)
+            learnt.append(halo.learnt)
             low, high = ends[d]
             if not cut:
                 y = stencil(faces, closed)
@@ -174,7 +174,7 @@ class Stencil(Operator):
             at_high = at_low if of_high is of_low else stencil(of_high, closed)
             y[along(d, 0, low)] = at_low[along(d, 0, low)]
             y[along(d, y.shape[d] - high, None)] = at_high[along(d, at_high.shape[d] - high, None)]
-        return read_only(y), rebound(self, sizes=tuple(sizes))
+        return read_only(y), rebound(self, learnt=tuple(learnt))
 
     @property
     def H(self) -> Operator:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from spmd.settings import setting
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import LEDGERS, Call, Group
 from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
-from spmd.transport.plan import NeedsShapes, Plan, RunPlan, all_reduce_cost, part_of
+from spmd.transport.plan import NeedsLengths, Plan, RunPlan, all_reduce_cost, part_of
 
 __all__ = ["Comm", "Transport", "checks_are_on"]
 
@@ -41,13 +42,13 @@ class Comm(ABC):
     """The number of collectives so far. Members of a group compare it, which detects workers that use two groups in
     another order, although each rendezvous by itself looks right."""
 
-    def run(self, plan: Plan | NeedsShapes, call: Call, x: Any) -> Handle:
+    def run(self, plan: Plan | NeedsLengths, call: Call, x: Any) -> Handle:
         """Run a plan for a block. The result is the new block, and the operator bound to the received shapes.
 
         Every member of the group runs its own plan of the same kind. The cost is the plan's.
         """
-        if isinstance(plan, NeedsShapes):
-            return self._run_with_shapes(plan, call, x)
+        if isinstance(plan, NeedsLengths):
+            return self._run_with_lengths(plan, call, x)
         if plan.kind == "none":
             blocks = [part_of(x, part) for part in plan.parts]
             return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
@@ -86,12 +87,12 @@ class Comm(ABC):
         begun = plan.combine.begin(plan, x, call.borrowed)
         return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
 
-    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
-        """Run a plan after a rendezvous in which the members learn the shapes of all blocks."""
+    def _run_with_lengths(self, needs: NeedsLengths, call: Call, x: Any) -> Handle:
+        """Run a plan after the members have learnt the lengths of near blocks."""
 
         def steps() -> Generator[Handle, Any, Any]:
-            shapes = yield self.shapes(needs.group, call)
-            return (yield self.run(needs.plan(shapes), call, x))
+            lengths = yield self.lengths(needs.group, call, needs.near)
+            return (yield self.run(needs.plan(lengths), call, x))
 
         return Chained(steps())
 
@@ -169,6 +170,15 @@ class Comm(ABC):
         """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
         self._count("shapes", 0, 0)
         return self._shapes(group, call)
+
+    def lengths(self, group: Group, call: Call, near: Near) -> Handle:
+        """The lengths of all members' blocks in one dimension, as a tuple. Those that do not matter may be `near.far`:
+        where members meet by messages, each learns the others from its neighbours."""
+        self._count("shapes", 0, 0)
+        return self._lengths(group, call, near)
+
+    def _lengths(self, group: Group, call: Call, near: Near) -> Handle:
+        return Mapped(self._shapes(group, call), lambda shapes: tuple(shape[near.dim] for shape in shapes))
 
     @abstractmethod
     def _shapes(self, group: Group, call: Call) -> Handle: ...

@@ -26,6 +26,7 @@ from spmd.errors import TransportError
 from spmd.kernels import on_device
 from spmd.layout import offsets
 from spmd.settings import setting
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Done, Handle, Outcome
@@ -87,6 +88,9 @@ class NcclComm(Comm):
 
     def _shapes(self, group: Group, call: Call) -> Handle:
         return self.host._shapes(group, call)
+
+    def _lengths(self, group: Group, call: Call, near: Near) -> Handle:
+        return self.host._lengths(group, call, near)
 
     def _agree(self, group: Group, call: Call) -> None:
         """Check that all call the same."""

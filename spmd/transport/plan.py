@@ -21,6 +21,7 @@ from spmd.kernels.cpu.moves import joiner, places, small_fold
 from spmd.kernels.memory import pool
 from spmd.kernels.parallel import split_work
 from spmd.layout import Box, block_sizes, offsets
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import Group, Shape
 from spmd.transport.handles import read_only
 
@@ -30,7 +31,7 @@ __all__ = [
     "Concatenate",
     "Forward",
     "Make",
-    "NeedsShapes",
+    "NeedsLengths",
     "Part",
     "PlaceBoxes",
     "Plan",
@@ -271,11 +272,12 @@ RunPlan = Callable[[Any, np.ndarray], tuple[Any, Any]]
 """Runs a plan: of a Comm and a block it gives the new block and the bound operator."""
 
 
-class NeedsShapes(NamedTuple):
-    """A plan that depends on the shapes of the members' blocks. plan: gives it for these shapes."""
+class NeedsLengths(NamedTuple):
+    """A plan that depends on the lengths of near blocks. plan: gives it for the lengths of all: see `Comm.lengths`."""
 
     group: Group
-    plan: Callable[[Sequence[Shape]], Plan]
+    near: Near
+    plan: Callable[[tuple[int, ...]], Plan]
 
 
 def _members(members: Sequence[int]) -> str:

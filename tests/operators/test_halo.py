@@ -29,7 +29,7 @@ from spmd.mesh import here
 from spmd.operators import halo, halo_geometry
 from spmd.operators import halo_geometry as planner
 from spmd.operators.halo import HaloAccumulate, HaloExchange
-from spmd.operators.halo_geometry import BOUNDARIES, halo_pieces
+from spmd.operators.halo_geometry import BOUNDARIES, Message, halo_pieces
 from spmd.testing import check_adjoint
 
 MODES = {"zero": "constant", "periodic": "wrap", "reflect": "reflect", "edge": "edge"}
@@ -186,9 +186,9 @@ def same(got: list, want: list) -> None:
 def expanded(plan) -> list[np.ndarray]:
     """The indices of the global array that the pieces of a plan put into each result."""
     at, found = offsets(plan.sizes), []
-    for length, pieces in zip(plan.lengths, plan.pieces, strict=True):
+    for k, length in enumerate(plan.lengths):
         line = np.full(length, -1)
-        for p in pieces:
+        for p in plan.pieces(k):
             entries = np.arange(at[p.source] + p.start, at[p.source] + p.stop)
             assert p.repeat == 1 or len(entries) == 1
             assert (line[p.at : p.at + p.length] == -1).all(), "two pieces in one place"
@@ -197,11 +197,22 @@ def expanded(plan) -> list[np.ndarray]:
     return found
 
 
+def messages(plan) -> dict:
+    """The messages between blocks, by source and target."""
+    return {(s, t): m for t in range(len(plan.sizes)) for s, m in plan.incoming(t).items()}
+
+
+def own_message(plan, k: int) -> Message:
+    return Message(((0, plan.sizes[k]),), plan.own(k))
+
+
 def by_messages(plan) -> list[np.ndarray]:
     """The same, as the messages carry it."""
     at = offsets(plan.sizes)
     found = [np.full(length, -1) for length in plan.lengths]
-    for (s, t), m in plan.messages.items():
+    count = range(len(plan.sizes))
+    assert {(s, t): m for s in count for t, m in plan.outgoing(s).items()} == messages(plan)
+    for (s, t), m in [*messages(plan).items(), *(((k, k), own_message(plan, k)) for k in count)]:
         content = np.concatenate([np.arange(at[s] + start, at[s] + stop) for start, stop in m.ranges])
         assert len(np.unique(content)) == len(content) == m.length, "an entry twice in a message"
         for p in m.pieces:
@@ -243,7 +254,7 @@ def test_a_block_may_leave_its_own_entries_behind():
     plan = halo_pieces((1, 2), ((1, -1), (2, -2)), "zero")
     assert plan.lengths == plan.sizes
     assert [plan.keeps(k) for k in range(2)] == [False, False]
-    assert [len(pieces) for pieces in plan.pieces] == [0, 1]
+    assert [len(plan.pieces(k)) for k in range(2)] == [0, 1]
     layout = Layout((3,), P("x"), {"x": 2}, [(1, 2)])
     for widths in (((1, -1), (2, -2)), ((-1, 1), (-2, 2)), ((-1, 2), (3, -2))):
         for boundary in BOUNDARIES:
@@ -252,31 +263,31 @@ def test_a_block_may_leave_its_own_entries_behind():
 
 def test_a_plan_reads_well():
     plan = halo_pieces((3, 0, 2), ((1, 1), (0, 0), (1, 1)), "reflect")
-    assert [[tuple(p) for p in pieces] for pieces in plan.pieces] == [
+    assert [[tuple(p) for p in plan.pieces(k)] for k in range(3)] == [
         [(0, 1, 2, 0, True, 1), (0, 0, 3, 1, False, 1), (2, 0, 1, 4, False, 1)],
         [],
         [(0, 2, 3, 0, False, 1), (2, 0, 2, 1, False, 1), (2, 0, 1, 3, True, 1)],
     ]
     assert plan.lengths == (5, 0, 4)
-    assert [sorted(s) for s in plan.outgoing] == [[2], [], [0]]
+    assert [sorted(plan.outgoing(k)) for k in range(3)] == [[2], [], [0]]
 
 
 def test_windows_of_distdl_reach_the_owners_that_they_need():
     plan = halo_pieces((4, 4, 3), ((0, 2), (2, 2), (2, 0)), "none")  # n=11, kernel 5, padding 2
     assert plan.lengths == (6, 8, 5)
-    assert [sorted(s) for s in plan.outgoing] == [[1], [0, 2], [1]]
+    assert [sorted(plan.outgoing(k)) for k in range(3)] == [[1], [0, 2], [1]]
     widths = ((0, 0), (0, 0), (0, 1), (-1, 2), (-2, 1), (-1, 0))  # n=20, kernel 2, stride 2
     plan = halo_pieces((4, 4, 3, 3, 3, 3), widths, "none")
     assert plan.lengths == (4, 4, 4, 4, 2, 2)
-    assert [sorted(s) for s in plan.outgoing] == [[], [], [], [2], [3], [4]]
+    assert [sorted(plan.outgoing(k)) for k in range(6)] == [[], [], [], [2], [3], [4]]
 
 
 def test_an_entry_travels_once_however_often_it_is_needed():
     plan = halo_pieces((2, 2), ((6, 6), (6, 6)), "periodic")
-    assert plan.messages[0, 1].ranges == ((0, 2),)
-    assert len(plan.messages[0, 1].pieces) == 6 // 2 + 1
+    assert plan.outgoing(0)[1].ranges == ((0, 2),)
+    assert len(plan.outgoing(0)[1].pieces) == 6 // 2 + 1
     plan = halo_pieces((3, 3), ((0, 0), (9, 0)), "edge")
-    assert plan.messages[0, 1].ranges == ((0, 3),)
+    assert plan.outgoing(0)[1].ranges == ((0, 3),)
 
 
 # The operators
@@ -838,6 +849,12 @@ def test_workers_that_want_different_halos_are_told_so():
 # Faults that are planted, and must be found
 
 
+def lengths_of(op) -> tuple[tuple, tuple]:
+    """For each dimension the lengths that were given, and those that were learnt."""
+    given = (*(op.sizes or ()), *(None,) * len(op.block))[: len(op.block)]
+    return given, op.learnt or (None,) * len(op.block)
+
+
 @dataclass(frozen=True)
 class _WithoutCorners(HaloExchange):
     """Each dimension is exchanged on the block alone, and what lies in the corners is lost."""
@@ -845,7 +862,7 @@ class _WithoutCorners(HaloExchange):
     def steps(self, comm, group, x, call, nothing=False):
         y, bound = yield from super().steps(comm, group, x, call, nothing)
         y = y.copy()
-        stages = halo_geometry.stages_of(self._dimensions(group, x.ndim), bound.block, bound.sizes)
+        stages = halo_geometry.stages_of(self._dimensions(group, x.ndim), bound.block, *lengths_of(bound))
         beyond = [np.ones(n, bool) for n in y.shape]
         for d, stage in enumerate(stages):
             beyond[d][stage.place : stage.place + x.shape[d]] = False
@@ -858,7 +875,7 @@ class _Overwriting(HaloAccumulate):
     """What comes back replaces what is there."""
 
     def _accumulate(self, comm, group, g, call):
-        stages = halo_geometry.stages_of(self._dimensions(group, g.ndim), self.block, self.sizes)
+        stages = halo_geometry.stages_of(self._dimensions(group, g.ndim), self.block, *lengths_of(self))
         out, _ = yield from super()._accumulate(comm, group, g, call)
         own = [slice(s.place, s.place + n) for s, n in zip(stages, self.block, strict=True)]
         only, out = np.array(g[tuple(own)]), np.array(out)
@@ -875,7 +892,7 @@ class _Shifted(HaloAccumulate):
 
 
 def replace_class(op, kind):
-    return kind(*(getattr(op, f) for f in ("axes", "spec", "widths", "boundary", "sizes", "block")))
+    return kind(*(getattr(op, f) for f in ("axes", "spec", "widths", "boundary", "sizes", "block", "learnt")))
 
 
 def planted(adjoint: type) -> type:

@@ -12,11 +12,11 @@ import numpy as np
 from spmd import kernels
 from spmd.device import copied
 from spmd.kernels.parallel import split_work
-from spmd.transport.call import LEDGERS, Call, Group, Shape
+from spmd.transport.call import LEDGERS, Call, Group
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
 from spmd.transport.local.run_plan import RepeatedPlan
-from spmd.transport.plan import Completion, NeedsShapes, Plan, part_of
+from spmd.transport.plan import Completion, NeedsLengths, Plan, part_of
 
 
 class LocalComm(Participant):
@@ -84,18 +84,18 @@ class LocalComm(Participant):
             return [task() for task in tasks]
         return self.execution.make(group, nbytes, lambda: split_work.call_each(tasks, sizes))
 
-    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: np.ndarray) -> Handle:
+    def _run_with_lengths(self, needs: NeedsLengths, call: Call, x: np.ndarray) -> Handle:
         """In one rendezvous: the last worker to come determines the parts that each sends."""
         group = needs.group
 
-        def parts_for(shapes: Sequence[Shape]) -> tuple[Plan, dict[int, np.ndarray]]:
-            plan = needs.plan(shapes)
+        def parts_for(lengths: tuple[int, ...]) -> tuple[Plan, dict[int, np.ndarray]]:
+            plan = needs.plan(lengths)
             return plan, _parts(group, call, plan.sends(x)) if plan.kind != "none" else {}
 
-        def finish(contributions: list[tuple[Shape, Callable[[Sequence[Shape]], Any]]]) -> list[Any]:
-            shapes, makers = zip(*contributions, strict=True)
+        def finish(contributions: list[tuple[int, Callable[[tuple[int, ...]], Any]]]) -> list[Any]:
+            lengths, makers = zip(*contributions, strict=True)
             contributions.clear()  # they keep the blocks alive
-            return [parts_of(shapes) for parts_of in makers]
+            return [parts_of(lengths) for parts_of in makers]
 
         def take(m: Rendezvous) -> Any:
             plan, _ = m.result[group.index]
@@ -110,7 +110,7 @@ class LocalComm(Participant):
                 blocks = [received.get(k) for k in range(group.size)]
             return plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed) if call.borrowed else None)
 
-        return self._meet(group, call, (x.shape, parts_for), take, finish)
+        return self._meet(group, call, (x.shape[needs.near.dim], parts_for), take, finish)
 
     def _all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         def finish(xs: list[np.ndarray]):

@@ -18,7 +18,7 @@ from spmd.transport.call import Call, Group
 from spmd.transport.handles import Handle, read_only
 from spmd.transport.local.comm import LocalComm, handed
 from spmd.transport.local.rendezvous import Rendezvous, Run, Waiting
-from spmd.transport.plan import NeedsShapes, Plan
+from spmd.transport.plan import NeedsLengths, Plan
 
 __all__ = ["DeviceComm"]
 
@@ -133,9 +133,9 @@ class DeviceComm(LocalComm):
         """Each worker creates its new block on its own device."""
         return Comm._run(self, plan, call, x)
 
-    def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
+    def _run_with_lengths(self, needs: NeedsLengths, call: Call, x: Any) -> Handle:
         """In two rendezvous: the parts to send are ordered on this worker's stream."""
-        return Comm._run_with_shapes(self, needs, call, x)
+        return Comm._run_with_lengths(self, needs, call, x)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[Any], spare: Sequence[bool]) -> Handle:
         """No sum overwrites a block: streams may still read it."""

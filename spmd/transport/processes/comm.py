@@ -17,6 +17,7 @@ import numpy as np
 from spmd import kernels
 from spmd.device import copied, put
 from spmd.kernels.cpu.moves import places
+from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.plan import PlaceBoxes, Plan
@@ -73,6 +74,15 @@ class ProcessComm(AllReduceComm):
         if run is not None:
             return self.messages.shapes(run, call.shape)
         return Done(self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape))
+
+    def _lengths(self, group: Group, call: Call, near: Near) -> Handle:
+        if group.size == 1:
+            return Done((call.shape[near.dim],))
+        run = self.begin_messages(group, call)
+        if run is not None:
+            return self.messages.lengths(run, call.shape, near)
+        shapes = self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape)
+        return Done(tuple((shape or ())[near.dim] for shape in shapes))
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
         group, me = plan.group, plan.group.index

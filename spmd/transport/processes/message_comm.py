@@ -19,6 +19,7 @@ from spmd.device import Adjoining, copied, joined, put
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import block_sizes, offsets
 from spmd.transport.algorithms import choice, reductions, routing
+from spmd.transport.algorithms.neighbours import Near, NearLengths
 from spmd.transport.algorithms.schedule import Schedule, Span
 from spmd.transport.call import Shape
 from spmd.transport.handles import Handle, read_only
@@ -213,6 +214,23 @@ class Messages:
         def steps() -> Steps:
             yield from self._route(run, routing.all_gather("Bruck", n, me), items, 0)
             return [items[k].shape for k in range(n)]
+
+        return run.start(steps())
+
+    def lengths(self, run: Running, shape: Shape, near: Near) -> Handle:
+        """The lengths of near blocks in one dimension, hop by hop."""
+        known = NearLengths(run.group.size, run.group.index, shape[near.dim], near)
+
+        def steps() -> Steps:
+            begun = False
+            while known.sends or known.sources:
+                for member, length in known.sends.items():
+                    run.send(member, length.to_bytes(8, "little"), b"")
+                if not begun:
+                    begun = True
+                    yield
+                known.take({k: int.from_bytes(run.take(k).head, "little") for k in known.sources})
+            return known.lengths
 
         return run.start(steps())
 
