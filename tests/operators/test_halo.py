@@ -17,6 +17,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from launch import PROGRAMS, each_mpi, launch
 from mpi_programs import halo as halo_program
+from mpi_programs import near_halos
 
 import spmd
 from spmd import P
@@ -952,6 +953,14 @@ def test_a_planner_that_is_wrong_is_found(monkeypatch):
         halo_pieces.cache_clear()
 
 
+# Where lengths are learnt
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_blocks_of_any_lengths_that_are_not_given(n, scheduler):
+    near_halos.check_samples(n, 10, transport="local", scheduler=scheduler)
+
+
 # Under mpiexec
 
 
@@ -965,3 +974,12 @@ def test_processes_give_the_bits_of_virtual_workers(python):
     assert found.keys() == want.keys()
     assert len(found) > 100
     assert [name for name in want if found[name] != want[name]] == []
+
+
+@each_mpi
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.both), pytest.param(5, marks=pytest.mark.full), 8])
+def test_lengths_are_learnt_from_neighbours_where_all_goes_by_messages(python, n):
+    """However many they are: a message with the length and one with the edge where lengths are learnt, else one."""
+    ended = launch(PROGRAMS / "near_halos.py", str(n), "8", n=n, python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert json.loads(ended.stdout) == {"there, learnt": 2, "back, learnt": 1, "there, known": 1, "back, known": 1}
