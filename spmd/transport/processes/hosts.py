@@ -396,8 +396,8 @@ class Hosts:
             status_board = self.status_board
             status_board.publish()
             rows = []
-            for rank in filter(status_board.is_local, range(status_board.size)):
-                row = status_board.rows[rank].tobytes()
+            for rank in status_board.local_ranks():
+                row = status_board.local_row(rank).tobytes()
                 died, worked = status_board.has_died(rank), status_board.cpu_seconds(rank)
                 rows += [_ROW_HEADER.pack(rank, len(row), died, worked), row]
             packed = zlib.compress(b"".join(rows), 1)
