@@ -118,6 +118,8 @@ def test_the_result_may_be_any_block_or_another_array(n, dtype, how, monkeypatch
         blocks = [b.reshape(shape) for b in drawn(n, (*shape, 1), dtype)]
         want = oracle(blocks, how).tobytes()
         for cores in 1, 3:
+            with split_work.SplitScope(lambda cores=cores: cores):
+                assert cpu.combine([laid_out(b, "fortran") for b in blocks], how).tobytes() == want
             for k in range(n + 1):
                 given = [b.copy() for b in blocks]
                 into = given[k] if k < n else np.empty_like(blocks[0])
@@ -129,12 +131,12 @@ def test_the_result_may_be_any_block_or_another_array(n, dtype, how, monkeypatch
                 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128", "float16", "int16"])
-@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 11])
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "float16", "int16"])
+@pytest.mark.parametrize("n", [2, 3, 8, 11])
 def test_thresholds_change_no_bits(n, dtype):
     itemsize = dtype_of(dtype).itemsize
-    for nbytes in pool.POOL_MIN, CACHE, pool.out_min(), moves._PIECE, split_work.SPLIT_MIN:
-        for size in nbytes // itemsize - 1, nbytes // itemsize, nbytes // itemsize + 1:
+    for nbytes in {CACHE, pool.out_min(), moves._PIECE, split_work.SPLIT_MIN}:
+        for size in nbytes // itemsize - 1, nbytes // itemsize + 1:
             blocks = drawn(n, (size,), dtype)
             assert cpu.combine(blocks).tobytes() == oracle(blocks, "sum").tobytes(), size
 
