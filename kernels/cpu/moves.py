@@ -16,8 +16,9 @@ from spmd.kernels.parallel import split_work
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
-_PIECE = 2 * CACHE
-"""Bytes of each block that are added before the next ones: with a few partial sums they stay in the cache."""
+_PIECE = CACHE
+"""Bytes of each block that are added before the next ones, so that partial sums stay in the cache. Blocks of up to two
+pieces are added at once: the calls would take longer than the cache saves."""
 
 
 def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
@@ -111,7 +112,7 @@ def _fold(result: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, apar
             fold(*blocks, out=result)
         return
     pieces: Iterable[Sequence[np.ndarray]] = [(result, *blocks)]
-    if result.nbytes > _PIECE:
+    if result.nbytes > 2 * _PIECE:
         arrays = split_work.flattened((result, *blocks))
         rows = max(1, len(arrays[0]) * _PIECE // result.nbytes)
         pieces = ([a[k : k + rows] for a in arrays] for k in range(0, len(arrays[0]), rows))
