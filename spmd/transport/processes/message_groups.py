@@ -76,11 +76,16 @@ class MessageGroups:
             calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
         return calls
 
+    @property
+    def _epoch(self) -> int:
+        """A number that grows with each map, and with each that fails: numbers of collectives begin anew then."""
+        return self.transport.runs + self.transport.failed
+
     def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
         """The collective of this number in the map."""
         transport = self.transport
         transport.raise_earlier_failure()
-        number += transport.runs << 32
+        number += self._epoch << 32
         calls.add(self.history.add(number, calls.number, call), number)
         if transport.status_board is not None:
             transport.status_board.enter(calls.count, call)
@@ -169,8 +174,8 @@ class MessageGroups:
 
         share: sends a small JSON value to all, and returns those of all.
         """
-        me, runs = self.transport.local[0], self.transport.runs
-        entries = [e for e in self.history.entries if e.number >> 32 == runs]
+        me, epoch = self.transport.local[0], self._epoch
+        entries = [e for e in self.history.entries if e.number >> 32 == epoch]
         called = [dict(map(tuple, pairs)) for pairs in share([[e.number, [e.group, e.digest]] for e in entries])]
         # Of a process that has made more collectives, earlier ones are not known.
         oldest = [min(pairs) if len(pairs) == CALLS_KEPT else 0 for pairs in called]

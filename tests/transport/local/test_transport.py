@@ -653,7 +653,7 @@ def test_nothing_received_can_be_written_to(scheduler):
             *comm.all_gather(group, call_of(group, x), x.copy()).wait(),
             *comm.all_to_all(group, call_of(group, x), parts()).wait(),
             comm.broadcast(group, call_of(group, x, same_shape=None), x.copy() if group.index == 1 else None, 1).wait(),
-            *comm.exchange(group, call_of(group, x), dict(enumerate(parts()))).wait().values(),
+            *comm.exchange(group, call_of(group, x), dict(enumerate(parts())), range(4)).wait().values(),
         ]
         total = comm.reduce(group, call_of(group, x), x, 2).wait()
         got += [] if total is None else [total]
