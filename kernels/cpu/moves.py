@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -11,32 +11,40 @@ import numpy as np
 
 from spmd.kernels.cpu.chunks import CACHE, accurate, into_rows
 from spmd.kernels.memory import nontemporal, pool
+from spmd.kernels.pairwise import first_half, pairs
 from spmd.kernels.parallel import split_work
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
+_PIECE = CACHE
+"""Bytes of each block that are added before the next ones, so that partial sums stay in the cache. Blocks of up to two
+pieces are added at once: the calls would take longer than the cache saves."""
+
 
 def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | None = None) -> np.ndarray:
-    """The entrywise sum (max, min) of at least one block, in order: a new array, or the only block itself.
+    """The entrywise sum (max, min) of at least one block, in the order of `pairs`: a new array, or the only block
+    itself.
 
-    into: a C-contiguous array for the result of several blocks: the first or the second of them, or another one.
+    into: a C-contiguous array for the result of several blocks: any of the blocks, or another one.
     """
     fold = _FOLDS[how]
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if into is None and first.nbytes < min(split_work.SPLIT_MIN, pool.out_min()) and _is_simple(first):
+    nbytes = first.nbytes
+    if into is None and nbytes < split_work.SPLIT_MIN and nbytes < pool.out_min() and _is_simple(first):
         return _folded(fold, blocks)
     result = pool.empty_like(first) if into is None else into
-    n = split_work.part_count(result.nbytes * (1 + len(blocks)) // 2)  # a copy is read once and written once
-    past_caches = fold is np.add and nontemporal.pays(result.nbytes)
-    past_caches = past_caches and not any(np.may_share_memory(result, block) for block in blocks)
+    apart = into is None or not any(np.may_share_memory(into, block) for block in blocks)
+    n = split_work.part_count(nbytes * (1 + len(blocks)) // 2)  # a copy is read once and written once
+    past_caches = apart and fold is np.add and nontemporal.pays(nbytes)
     if n == 1:
-        _fold(result, blocks, fold, past_caches)
+        _fold(result, blocks, fold, apart, past_caches)
         return result
     out, *blocks = split_work.flattened((result, *blocks))
     spans = split_work.spans(out.shape, n)
-    split_work.run([partial(_fold, out[span], [block[span] for block in blocks], fold, past_caches) for span in spans])
+    parts = [(out[span], [block[span] for block in blocks]) for span in spans]
+    split_work.run([partial(_fold, *part, fold, apart, past_caches) for part in parts])
     return result
 
 
@@ -56,19 +64,46 @@ def small_fold(like: np.ndarray, how: str) -> Callable[..., np.ndarray] | None:
 
 
 def _is_simple(x: np.ndarray) -> bool:
-    return bool(x.ndim) and x.itemsize >= 4 and x.dtype.isnative and x.flags.c_contiguous
+    return x.itemsize >= 4 and x.ndim > 0 and x.dtype.isnative and x.flags.c_contiguous
+
+
+@lru_cache(maxsize=1024)
+def _steps(n: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """How many partial sums exist at a time, and the steps (i, j, t): the sum of those at i and j goes to t, where a
+    partial sum already is, or to one of the places from n on."""
+    places: dict[int, int] = {}
+    steps = []
+    depth = 0
+    for i, j in pairs(n):
+        place = places.setdefault(i, len(places))
+        places.pop(j, None)
+        depth = max(depth, len(places))
+        steps.append((i, j, n + place))
+    return depth, tuple(steps)
 
 
 def _folded(fold: np.ufunc, blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """The fold in a new array: three times as fast as with `out`."""
-    result = fold(blocks[0], blocks[1])
-    for block in blocks[2:]:
-        fold(result, block, out=result)
-    return result
+    """The fold in a new array: NumPy allocates in less time than `out` takes."""
+    n = len(blocks)
+    if n > 4 and n != 8:
+        left = first_half(n)
+        total, other = _folded(fold, blocks[:left]), _folded(fold, blocks[left:])
+        return fold(total, other, out=total)
+    total = fold(blocks[0], blocks[1])
+    if n == 2:
+        return total
+    if n == 3:
+        return fold(total, blocks[2], out=total)
+    fold(total, fold(blocks[2], blocks[3]), out=total)
+    if n == 8:  # without calls, which take longer than small sums
+        other = fold(blocks[4], blocks[5])
+        fold(other, fold(blocks[6], blocks[7]), out=other)
+        fold(total, other, out=total)
+    return total
 
 
-def _fold(result: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past_caches: bool) -> None:
-    """past_caches: write the result past the caches where the arrays allow it."""
+def _fold(result: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, apart: bool, past_caches: bool) -> None:
+    """apart: the result is none of the blocks. past_caches: write it past the caches where the arrays allow it."""
     if fold is np.add and result.itemsize < 4 and accurate(result.dtype) is not result.dtype:
         into_rows(_sum, (result.reshape(-1),), *(np.ascontiguousarray(block).reshape(-1) for block in blocks))
         return
@@ -76,23 +111,32 @@ def _fold(result: np.ndarray, blocks: Sequence[np.ndarray], fold: np.ufunc, past
         if not (past_caches and nontemporal.add(result, *blocks)):
             fold(*blocks, out=result)
         return
-    result, *blocks = split_work.flattened((result, *blocks))
-    past_caches = past_caches and result.ndim == 1
-    # Pieces that stay in the cache until all blocks are added.
-    step = max(1, CACHE // result.itemsize if result.ndim == 1 else result.size)
-    scratch = np.empty(min(step, result.size) if past_caches else 0, result.dtype)
-    for begin in range(0, result.size, step):
-        out, accumulated, *others, last = (a[begin : begin + step] for a in (result, *blocks))
-        for other in others:
-            accumulated = fold(accumulated, other, out=scratch[: len(out)] if past_caches else out)
-        if not (past_caches and nontemporal.add(out, accumulated, last)):
-            fold(accumulated, last, out=out)
+    pieces: Iterable[Sequence[np.ndarray]] = [(result, *blocks)]
+    if result.nbytes > 2 * _PIECE:
+        arrays = split_work.flattened((result, *blocks))
+        rows = max(1, len(arrays[0]) * _PIECE // result.nbytes)
+        pieces = ([a[k : k + rows] for a in arrays] for k in range(0, len(arrays[0]), rows))
+    depth, (*steps, (_, last, _)) = _steps(len(blocks))
+    in_result = apart and not past_caches  # the first partial sum
+    partial_sums: list[np.ndarray] | None = None
+    for out, *sums in pieces:
+        if partial_sums is None:
+            partial_sums = [pool.empty_like(out) for _ in range(depth - in_result)]
+        else:
+            partial_sums = [a[: len(out)] for a in partial_sums]
+        sums += (out, *partial_sums) if in_result else partial_sums
+        for i, j, t in steps:
+            sums[i] = fold(sums[i], sums[j], out=sums[t])
+        if not (past_caches and nontemporal.add(out, sums[0], sums[last])):
+            fold(sums[0], sums[last], out=out)
 
 
 def _sum(out: np.ndarray, *blocks: np.ndarray) -> None:
-    np.add(blocks[0], blocks[1], out=out)
-    for block in blocks[2:]:
-        out += block
+    """The sum of arrays that may be overwritten."""
+    *steps, (_, last) = pairs(len(blocks))
+    for i, j in steps:
+        np.add(blocks[i], blocks[j], out=blocks[i])
+    np.add(blocks[0], blocks[last], out=out)
 
 
 def _contiguous_order(shape: tuple[int, ...], places: Sequence[Any]) -> list[int] | None:

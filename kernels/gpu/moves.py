@@ -9,6 +9,7 @@ import cupy as cp
 
 from spmd.kernels.cpu.chunks import accurate
 from spmd.kernels.gpu.source import COMPLEX, FLOATING, Kernel, blocks_for, over
+from spmd.kernels.pairwise import first_half, pairs
 
 _FOLDS = {"sum": cp.add, "max": cp.maximum, "min": cp.minimum}
 
@@ -19,28 +20,30 @@ _BLOCKS_MAX = 8
 
 
 def combine(blocks: Sequence[Any], how: str = "sum", into: Any = None) -> Any:
-    """The entrywise sum (max, min) of at least one block, in order. A new array, or the only block itself.
+    """The entrywise sum (max, min) of at least one block, in the order of `pairs`: a new array, or the only block
+    itself.
 
-    into: the first or the second of several blocks, C-contiguous, that the result may overwrite.
+    into: a C-contiguous array that the result may overwrite: any of several blocks, or another one.
     """
-    dtype, fold = blocks[0].dtype, _FOLDS[how]
-    if len(blocks) == 1:
+    dtype, fold, n = blocks[0].dtype, _FOLDS[how], len(blocks)
+    if n == 1:
         return blocks[0]
     short = accurate(dtype) != dtype
-    if how == "sum" and len(blocks) > 2 and (dtype.name,) in _add.types and not (short and len(blocks) > _BLOCKS_MAX):
-        total, *rest = map(cp.ascontiguousarray, blocks)
-        while rest:
-            total, rest = _sum([total, *rest[: _BLOCKS_MAX - 1]]), rest[_BLOCKS_MAX - 1 :]
-        return total.reshape(blocks[0].shape)
-    if len(blocks) == 2 and not short:
+    if how == "sum" and n > 2 and (dtype.name,) in _add.types and not (short and n > _BLOCKS_MAX):
+        return _sum([*map(cp.ascontiguousarray, blocks)]).reshape(blocks[0].shape)
+    if n == 2 and not short:
         return fold(blocks[0], blocks[1], out=into)
-    total = fold(blocks[0], blocks[1], dtype=accurate(dtype) if how == "sum" else dtype)
-    for block in blocks[2:]:
-        fold(total, block, out=total)
-    return total.astype(dtype, copy=False)
+    sums: list[Any] = [*blocks]
+    for i, j in pairs(n):
+        sums[i] = fold(sums[i], sums[j], dtype=accurate(dtype) if how == "sum" else dtype)
+        sums[j] = None  # its memory is free
+    return sums[0].astype(dtype, copy=False)
 
 
 def _sum(blocks: list[Any]) -> Any:
+    if len(blocks) > _BLOCKS_MAX:
+        left = first_half(len(blocks))
+        blocks = [_sum(blocks[:left]), _sum(blocks[left:])]
     first = blocks[0]
     out = cp.empty(first.shape, first.dtype)
     if out.size:

@@ -5,19 +5,25 @@ A box is (start, stop) for each dimension.
 
 from __future__ import annotations
 
-from functools import reduce
-
 import numpy as np
+
+from spmd.kernels.cpu.chunks import accurate
+from spmd.kernels.pairwise import pairs
 
 _FOLDS = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def combine(blocks, how="sum", into=None):
-    """((b0 + b1) + b2) + ...: the entrywise sum (max, min) of blocks of one shape and dtype, in this order.
+    """The entrywise sum (max, min) of blocks of one shape and dtype, in the order of `pairs`. Short floating-point
+    numbers are added in float32, and the sum is rounded once.
 
-    into: the first or the second of several blocks, C-contiguous, that the result may overwrite.
+    into: a C-contiguous array that the result may overwrite: any of several blocks, or another one.
     """
-    return reduce(lambda a, b: _FOLDS[how](a, b, dtype=a.dtype), blocks)
+    fold, dtype = _FOLDS[how], blocks[0].dtype
+    sums = [b.astype(accurate(dtype) if how == "sum" else dtype) for b in blocks]
+    for i, j in pairs(len(blocks)):
+        sums[i] = fold(sums[i], sums[j])
+    return np.asarray(sums[0], dtype)
 
 
 def _within(box):

@@ -47,7 +47,7 @@ def psum(x, axis_name: AxisName):
     counted. A Python number is summed over all workers too: `psum(len(x), "x")` is the true total.
     axis_name: an axis of the mesh, or a tuple of axes.
 
-    Forward (V -> I): y = x_0 + x_1 + ..., in this order. Adjoint (I -> V): `pvary`, every worker gets the cotangent.
+    Forward (V -> I): y = x_0 + x_1 + ..., added pairwise. Adjoint (I -> V): `pvary`, every worker gets the cotangent.
     Cost: one all-reduce forward, nothing backward. As `jax.lax.psum`, but an Invariant array is refused (StateError).
     """
     return operate(interned(Sum, _names(axis_name, "psum")), x, sys._getframe(1))

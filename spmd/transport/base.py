@@ -4,7 +4,8 @@ A worker has a `Comm`. Each verb starts a collective and returns a `Handle`; `wa
 a group start the same verbs in the same order. Each verb sends its `Call`, so members can check that, and the shapes,
 so no member needs to know the blocks of others beforehand.
 
-Sums are computed in the order of the group's members: the same inputs always give the same bits.
+Sums over the members of a group are pairwise, in the order of `spmd.kernels.pairwise`: the same inputs always give the
+same bits.
 """
 
 from __future__ import annotations

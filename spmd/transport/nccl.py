@@ -5,7 +5,7 @@ Blocks go from GPU to GPU, on the stream of each worker. What only moves goes as
 of twice as many real ones.
 
 NCCL adds in an order of its own, the same on every run on the same machines. With SPMD_NCCL_FIXED_ORDER=1 blocks are
-gathered and added in the order of the workers, as in all other transports.
+gathered and added pairwise, as in all other transports.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def to_all(group: Group) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Reduce(Combine):
-    """The entrywise sum (max, min) of what comes, in the order of the members."""
+    """The entrywise sum (max, min) of what comes, in the order of `spmd.kernels.pairwise`."""
 
     how: str = "sum"
 

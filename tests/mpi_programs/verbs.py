@@ -117,7 +117,7 @@ def verbs(worker, axes: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> 
         "all_to_all_as": planned(
             "all_to_all", "all_to_all", uneven, list(map(constant, parts)), Concatenate(len(shape), True)
         ),
-        "exchange": comm.exchange(group, call("exchange", uneven), sends).wait(),
+        "exchange": comm.exchange(group, call("exchange", uneven), sends, list(sends)).wait(),
     }
     for how in ("sum",) if dtype.startswith("complex") else ("sum", "max", "min"):
         found[how] = comm.all_reduce(group, call(how, x, True), draw(me, shape, dtype), how).wait()
@@ -248,7 +248,7 @@ def around(worker, axes: tuple[str, ...]) -> dict[str, object]:
             comm.all_gather(group, any_shape, uneven).wait(),
             comm.all_to_all(group, any_shape, parts).wait(),
             comm.reduce_scatter(group, same, parts).wait(),
-            comm.exchange(group, any_shape, {j: part for j, part in enumerate(parts) if j != k}).wait(),
+            comm.exchange(group, any_shape, {j: parts[j] for j in range(n) if j != k}, set(range(n)) - {k}).wait(),
             *(comm.broadcast(group, same, x if k == root else None, root).wait() for root in range(n)),
         ]
     for dtype in ("float64", "complex64"):
@@ -351,7 +351,8 @@ def in_flight(worker, axes: tuple[str, ...]) -> dict[str, object]:
             x = draw(worker.index, (size,), "float64", k)
             call = Call("sum", over, x.dtype, x.shape, same_shape=True)
             handles.append(comm.all_reduce(worker.group(over), call, x))
-            handles.append(comm.exchange(worker.group(over), Call("swap", over, x.dtype, x.shape), {0: x, 1: x[:3]}))
+            group, call = worker.group(over), Call("swap", over, x.dtype, x.shape)
+            handles.append(comm.exchange(group, call, {0: x, 1: x[:3]}, range(group.size if group.index < 2 else 0)))
     return {"in flight": [h.wait() for h in handles]}
 
 

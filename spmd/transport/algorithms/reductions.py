@@ -1,6 +1,6 @@
 """Reductions: all-reduce, reduce-scatter, and reduce to one member.
 
-All sum in one order, the tree of `kernels.tree`: of n members, 2**k <= n < 2**(k + 1), the first 2 (n - 2**k) are
+All sum in one order, the tree of `kernels.pairwise`: of n members, 2**k <= n < 2**(k + 1), the first 2 (n - 2**k) are
 paired with their neighbours, and the 2**k partial sums that are then left are summed by a perfect binary tree. A leaf
 of that perfect tree, one member or a pair, is called a vertex here.
 

@@ -122,12 +122,12 @@ class LocalComm(Participant):
         return self._meet(group, call, read_only(x), _result, finish)
 
     def _all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool]) -> Handle:
-        """A sum overwrites a spare block of the first or the second worker, if there is one."""
+        """A sum overwrites a spare block, if there is one."""
 
         def finish(contributions: list[tuple[Sequence[np.ndarray], Sequence[bool]]]):
             def total(k: int) -> np.ndarray:
                 blocks = [xs[k] for xs, _ in contributions]
-                into = next((x for x, (_, spare) in zip(blocks[:2], contributions, strict=False) if spare[k]), None)
+                into = next((x for x, (_, spare) in zip(blocks, contributions, strict=True) if spare[k]), None)
                 return read_only(kernels.of(blocks[0]).combine(blocks, into=into))
 
             totals = self.execution.make(group, nbytes, lambda: [total(k) for k in range(count)])

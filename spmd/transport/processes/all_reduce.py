@@ -217,10 +217,7 @@ class AllReduceComm(HeaderComm):
         cuts = [offsets(block_sizes(blocks[me].size, n)) for blocks in flat]
         for blocks, at in zip(flat, cuts, strict=True):
             parts = [b[at[me] : at[me + 1]] for b in blocks]
-            if me < 2:
-                kernels.of(parts[me]).combine(parts, into=parts[me])
-            else:  # The first two blocks are added first, so this one may not be overwritten yet.
-                parts[me][...] = kernels.of(parts[me]).combine(parts)
+            kernels.of(parts[me]).combine(parts, into=parts[me])
         self._send_header(group, call, sums[0][me].shape)
         self.number -= 1  # an internal step of this collective
         for blocks, at in zip(flat, cuts, strict=True):

@@ -42,6 +42,7 @@ class ProcessGroup(Protocol):
     channels: dict[tuple[int, ...], Channel]
     checks: bool
     runs: int
+    failed: int
     stage: int
     last_call: Any
     pending: set[Any]

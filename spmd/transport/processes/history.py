@@ -111,9 +111,10 @@ def side_of(entry: _Entry) -> Side:
     return Side.of("", entry.call, entry.number & 0xFFFFFFFF)
 
 
-def first_difference(own: History, packed: bytes, group: int) -> Difference | None:
+def first_difference(own: History, packed: bytes, group: int, elsewhere: bool) -> Difference | None:
     """The first collective of a group in which this process and another one called differently, by what the other has
-    published; None if there is none among the last ones of both."""
+    published; None if there is none among the last ones of both. elsewhere: whether a collective of another group in
+    its place counts."""
     if not packed:
         return None
     calls, sides = json.loads(packed)
@@ -122,7 +123,8 @@ def first_difference(own: History, packed: bytes, group: int) -> Difference | No
         if e.number not in theirs:
             continue
         their_group, name = theirs[e.number]
-        if group in (e.group, their_group) and (e.group, e.digest) != (their_group, name):
+        met = e.group == their_group == group
+        if (met and e.digest != name) or (elsewhere and e.group != their_group and group in (e.group, their_group)):
             text = dict(sides).get(e.number)
             if text is None:
                 other = Side("", "another collective", "(it is too long ago)", e.number & 0xFFFFFFFF)

@@ -27,7 +27,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ import numpy as np
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.status_board import StatusBoard
 
-__all__ = ["ADDRESS", "Hosts", "address_of"]
+__all__ = ["ADDRESS", "Hosts", "address_of", "of_each_host"]
 
 _ADDRESSES = 8
 """The most network addresses of a process."""
@@ -82,6 +82,18 @@ class _Address(NamedTuple):
 def address_of(status_board: StatusBoard) -> bytes:
     """The address at which processes of other hosts can ask this one."""
     return bytes(ADDRESS) if status_board.hosts is None else status_board.hosts.address
+
+
+def of_each_host(addresses: Mapping[int, np.ndarray], count: int) -> dict[int, np.ndarray]:
+    """At most so many of these addresses, by rank, of each host."""
+    left: dict[bytes, int] = {}
+    chosen = {}
+    for rank, address in addresses.items():
+        host = address[:16].tobytes()
+        left[host] = left.get(host, count) - 1
+        if left[host] >= 0:
+            chosen[rank] = address
+    return chosen
 
 
 class _Row(dict):
@@ -396,8 +408,8 @@ class Hosts:
             status_board = self.status_board
             status_board.publish()
             rows = []
-            for rank in filter(status_board.is_local, range(status_board.size)):
-                row = status_board.rows[rank].tobytes()
+            for rank in status_board.local_ranks():
+                row = status_board.local_row(rank).tobytes()
                 died, worked = status_board.has_died(rank), status_board.cpu_seconds(rank)
                 rows += [_ROW_HEADER.pack(rank, len(row), died, worked), row]
             packed = zlib.compress(b"".join(rows), 1)

@@ -208,11 +208,9 @@ def await_others(status_board: StatusBoard | None, limit: float) -> None:
     if status_board is None or not limit:
         return
     stopped_since, started = None, time.monotonic()
-    while left := [
-        r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] != LEFT
-    ]:
+    while left := [r for r in status_board.local_ranks() if status_board.local_row(r)["state"] != LEFT]:
         now = time.monotonic()
-        if not all(_is_stopped(int(status_board.rows[r]["pid"])) for r in left):
+        if not all(_is_stopped(int(status_board.local_row(r)["pid"])) for r in left):
             stopped_since = None
         elif stopped_since is None:
             stopped_since = now
@@ -226,8 +224,8 @@ def await_others(status_board: StatusBoard | None, limit: float) -> None:
 
 def _first_here(status_board: StatusBoard) -> int:
     """The lowest rank of this host that has left and is not stopped: it reports for all."""
-    left = [r for r in range(status_board.size) if status_board.is_local(r) and status_board.rows[r]["state"] == LEFT]
-    return min((r for r in left if not _is_stopped(int(status_board.rows[r]["pid"]))), default=status_board.rank)
+    left = [r for r in status_board.local_ranks() if status_board.local_row(r)["state"] == LEFT]
+    return min((r for r in left if not _is_stopped(int(status_board.local_row(r)["pid"]))), default=status_board.rank)
 
 
 def _names(status_board: StatusBoard, ranks: list[int]) -> str:
@@ -243,11 +241,7 @@ def finalize(mpi: Any, status_board: StatusBoard | None, limit: float) -> None:
         if status_board is None or not status_board.single_host or not 0 < limit < waited:
             return
         if waited > limit + (0 if status_board.rank == _first_here(status_board) else _REPORT_GRACE):
-            stopped = [
-                r
-                for r in range(status_board.size)
-                if status_board.is_local(r) and _is_stopped(int(status_board.rows[r]["pid"]))
-            ]
+            stopped = [r for r in status_board.local_ranks() if _is_stopped(int(status_board.local_row(r)["pid"]))]
             who = f": {_names(status_board, stopped)} has died or is stopped" if stopped else ""
             _end(StallError, _end_message(f"no end of MPI within {limit:g} s{who}"))
 

@@ -23,7 +23,6 @@ from spmd.transport.algorithms.neighbours import Near, NearLengths
 from spmd.transport.algorithms.schedule import Schedule, Span
 from spmd.transport.call import Shape
 from spmd.transport.handles import Handle, read_only
-from spmd.transport.processes.announce import read_only_buffer
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import WORD, pack_header
 from spmd.transport.processes.reduction_rounds import Reduction
@@ -41,6 +40,15 @@ def split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray
     parts = pieces(whole, [prod(s) for s in shapes])
     blocks = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
     return Adjoining(blocks, whole) if type(buffer) is np.ndarray else blocks
+
+
+def sealed(x: Any) -> Any:
+    """Make an array read-only, and those of which it is a view."""
+    base = x
+    while type(base) is np.ndarray:
+        base.setflags(write=False)
+        base = base.base
+    return x
 
 
 class _Item(NamedTuple):
@@ -121,7 +129,7 @@ class Messages:
                 self._agree_on_gradients(run)
             if total is None:
                 return None
-            return read_only_buffer(total, total.reshape(x.shape))
+            return sealed(total.reshape(x.shape))
 
         return run.start(steps())
 
@@ -140,7 +148,7 @@ class Messages:
 
         def steps() -> Steps:
             total = yield from state.steps(schedule, (place, place + 1), self.comm.synchronize)
-            return read_only_buffer(total, total.reshape(own.shape))
+            return sealed(total.reshape(own.shape))
 
         return run.start(steps())
 
@@ -202,7 +210,7 @@ class Messages:
             large = [k for k in _others(n, me) if items[k].data is None]
             to = _others(n, me) if items[me].data is None else []
             self._move(run, dict.fromkeys(to, bytes_of(x)), {k: places[k] for k in large})
-            return split(read_only(buffer), shapes, dtype)
+            return split(sealed(buffer), shapes, dtype)
 
         return run.start(steps())
 
@@ -265,7 +273,7 @@ class Messages:
             others = _others(n, me)
             sends = {k: bytes_of(parts[k]) for k in others if items[me, k].data is None}
             self._move(run, sends, {k: places[k] for k in others if items[k, me].data is None})
-            return split(read_only(buffer), shapes, dtype)
+            return split(sealed(buffer), shapes, dtype)
 
         return run.start(steps())
 
@@ -290,7 +298,7 @@ class Messages:
             self._agree_on_gradients(run)
             if x is not None:
                 return read_only(copied(x) if run.call.borrowed else x)
-            return read_only_buffer(buffer, buffer.view(dtype).reshape(shape))
+            return sealed(buffer.view(dtype).reshape(shape))
 
         return run.start(steps())
 
@@ -341,7 +349,7 @@ class Messages:
                 place = into.get(k)
                 block = arrived.data.view(dtype).reshape(shape)
                 if place is None or place.shape != shape:
-                    blocks[k] = read_only_buffer(arrived.data, block)
+                    blocks[k] = sealed(block)
                     continue
                 if not np.may_share_memory(place, block):
                     put(place, block)

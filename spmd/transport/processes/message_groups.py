@@ -76,11 +76,16 @@ class MessageGroups:
             calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
         return calls
 
+    @property
+    def _epoch(self) -> int:
+        """A number that grows with each map, and with each that fails: numbers of collectives begin anew then."""
+        return self.transport.runs + self.transport.failed
+
     def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
         """The collective of this number in the map."""
         transport = self.transport
         transport.raise_earlier_failure()
-        number += transport.runs << 32
+        number += self._epoch << 32
         calls.add(self.history.add(number, calls.number, call), number)
         if transport.status_board is not None:
             transport.status_board.enter(calls.count, call)
@@ -124,7 +129,7 @@ class MessageGroups:
         until = time.monotonic() + _PUBLISH_TIMEOUT
         while board is not None and difference is None and time.monotonic() < until:
             board.poll()
-            difference = self._difference(worker, calls)
+            difference = self._difference(worker, calls, True)
             time.sleep(0.01)
         own = Side.of("", call, number & _NUMBER)
         other = Side("", "another collective", "(which one is not known)", own.number)
@@ -132,12 +137,12 @@ class MessageGroups:
         self.transport.fail(error)
         return error
 
-    def _difference(self, worker: int, calls: CallsOfGroup) -> dict[int, Side] | None:
+    def _difference(self, worker: int, calls: CallsOfGroup, elsewhere: bool) -> dict[int, Side] | None:
         """The sides of this process and of another worker in the first call of a group that they have made differently,
-        as far as is known."""
+        as far as is known; see `first_difference`."""
         board = self.transport.status_board
         assert board is not None
-        found = first_difference(self.history, board.history_of(self.transport.ranks[worker]), calls.number)
+        found = first_difference(self.history, board.history_of(self.transport.ranks[worker]), calls.number, elsewhere)
         return None if found is None else {self.transport.local[0]: found.own, worker: found.other}
 
     def _mismatch(self, sides: dict[int, Side]) -> MismatchError:
@@ -145,11 +150,14 @@ class MessageGroups:
         return mismatch(*(sides[w]._replace(worker=self.transport.describe(w)) for w in sorted(sides)))
 
     def seen_mismatch(self) -> MismatchError | None:
-        """The error where this process waits for a packet, and another of the group has published another call."""
+        """The error where this process waits for a packet, and another of the group has published another call of it.
+
+        One that has not come to the group is seen otherwise, by the rendezvous counts of the status board.
+        """
         calls, own = self._awaited, self.transport.local[0]
         if calls is not None and self.transport.status_board is not None:
             for worker in calls.members:
-                sides = self._difference(worker, calls) if worker != own else None
+                sides = self._difference(worker, calls, False) if worker != own else None
                 if sides is not None:
                     return self._mismatch(sides)
         return None
@@ -166,8 +174,8 @@ class MessageGroups:
 
         share: sends a small JSON value to all, and returns those of all.
         """
-        me, runs = self.transport.local[0], self.transport.runs
-        entries = [e for e in self.history.entries if e.number >> 32 == runs]
+        me, epoch = self.transport.local[0], self._epoch
+        entries = [e for e in self.history.entries if e.number >> 32 == epoch]
         called = [dict(map(tuple, pairs)) for pairs in share([[e.number, [e.group, e.digest]] for e in entries])]
         # Of a process that has made more collectives, earlier ones are not known.
         oldest = [min(pairs) if len(pairs) == CALLS_KEPT else 0 for pairs in called]

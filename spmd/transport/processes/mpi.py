@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from spmd.transport.algorithms import routing
 from spmd.transport.call import Call, Shape
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.hosts import ADDRESS, address_of
+from spmd.transport.processes.hosts import ADDRESS, address_of, of_each_host
 from spmd.transport.processes.job import on_leaving
 from spmd.transport.processes.links import Link
 from spmd.transport.processes.status_board import StatusBoard, file_of_launcher
@@ -39,9 +41,10 @@ def _unused_tag() -> int:
 
 def _receive_late_addresses() -> None:
     """Receive addresses that no call has received: MPICH may fail to end with unreceived messages."""
-    status, nothing = MPI.Status(), [np.empty(ADDRESS, np.uint8), MPI.BYTE]
+    status = MPI.Status()
     while MPI.COMM_WORLD.Iprobe(status=status) and status.Get_tag() >= _first_address_tag():
-        MPI.COMM_WORLD.Recv(nothing, status.Get_source(), status.Get_tag())
+        nothing = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        MPI.COMM_WORLD.Recv([nothing, MPI.BYTE], status.Get_source(), status.Get_tag())
 
 
 _TAGS = 32768
@@ -50,6 +53,8 @@ _PACKET_TAG, _DATA_TAG = 1, 2
 """The tags of the messages of links; those of other blocks have 0."""
 _SHORT_NBYTES = 64
 """Bytes that are sent of a short packet, as most are."""
+_DIRECT_MAX = 64
+"""Processes up to which each sends each other its address, so that all know of all that have come."""
 _POLLS = 200
 """Polls of a request before the watchdog takes over."""
 
@@ -191,33 +196,61 @@ class MpiTransport(ProcessTransport):
         Watchdog(self, call).until(lambda: MPI.Request.Testall(requests), meanwhile)
 
     def exchange_addresses(self, others: Sequence[int], number: int, call: Call) -> None:
+        tag, status_board = _first_address_tag() + number % 1024, self.status_board
+        assert status_board is not None
+        exchange = self._exchange_directly if len(others) < _DIRECT_MAX else self._spread_addresses
         # The second exchange confirms that all processes reached the first. A process that comes after the others have
         # failed finds only their first messages; without the second, it would wait for them inside MPI for ever.
         for _ in range(2):
-            self._exchange_once(others, _first_address_tag() + number % 1024, call)
+            exchange(others, address_of(status_board), tag, call)
 
-    def _exchange_once(self, others: Sequence[int], tag: int, call: Call) -> None:
+    def _exchange_directly(self, others: Sequence[int], own: bytes, tag: int, call: Call) -> None:
         """Send this process's address to these ranks, and receive theirs."""
-        world, status_board = MPI.COMM_WORLD, self.status_board
-        assert status_board is not None
-        own, addresses = np.frombuffer(address_of(status_board), np.uint8), np.zeros((len(others), ADDRESS), np.uint8)
-        by_rank = list(zip(others, addresses, strict=True))
-        received = [world.Irecv([address, MPI.BYTE], r, tag) for r, address in by_rank]
-        sent = [world.Isend([own, MPI.BYTE], r, tag) for r in others]
+        addresses = np.zeros((len(others), ADDRESS), np.uint8)
+        by_rank = dict(zip(others, addresses, strict=True))
+        self._swap(dict.fromkeys(others, np.frombuffer(own, np.uint8)), by_rank, tag, call, by_rank)
 
-        def add_addresses() -> None:
-            for r, address in by_rank:
-                if address.any():
-                    status_board.add_address(r, address.tobytes())
+    def _spread_addresses(self, others: Sequence[int], own: bytes, tag: int, call: Call) -> None:
+        """Receive addresses of two processes of each host, in about log2 n rounds."""
+        board = self.status_board
+        assert board is not None
+        ranks, known = sorted([*others, board.rank]), {board.rank: np.frombuffer(own, np.uint8)}
+        for step in routing.all_gather("Bruck", len(ranks), ranks.index(board.rank)).rounds:
+            (to,), (source,) = ([ranks[t.peer] for t in transfers] for transfers in (step.sends, step.receives))
+            text = np.frombuffer(b"".join(r.to_bytes(8, "little") + a.tobytes() for r, a in known.items()), np.uint8)
+            length = np.zeros(1, np.int64)
+            self._swap({to: np.array([text.nbytes])}, {source: length}, tag, call)
+            rows = np.empty((int(length[0]) // (8 + ADDRESS), 8 + ADDRESS), np.uint8)
+            self._swap({to: text}, {source: rows}, tag, call)
+            come = {int.from_bytes(row[:8].tobytes(), "little"): row[8:] for row in rows}
+            self._add_addresses(come)
+            known = of_each_host({**known, **come}, 2)
 
+    def _add_addresses(self, by_rank: Mapping[int, np.ndarray]) -> None:
+        for r, address in by_rank.items():
+            if address.any():
+                self.status_board.add_address(r, address.tobytes())  # type: ignore[union-attr]
+
+    def _swap(
+        self,
+        sends: Mapping[int, np.ndarray],
+        receives: Mapping[int, np.ndarray],
+        tag: int,
+        call: Call,
+        addresses: Mapping[int, np.ndarray] = MappingProxyType({}),
+    ) -> None:
+        """Send to ranks of the world, and receive from them. addresses: those that come, by rank."""
+        world = MPI.COMM_WORLD
+        received = [world.Irecv([buffer, MPI.BYTE], r, tag) for r, buffer in receives.items()]
+        sent = [world.Isend([x, MPI.BYTE], r, tag) for r, x in sends.items()]
         try:
-            self._poll(received + sent, call, add_addresses)
-            add_addresses()
+            self._poll(received + sent, call, partial(self._add_addresses, addresses))
+            self._add_addresses(addresses)
         except BaseException:
             for request in received:
                 request.Cancel()
                 request.Wait()
-            self.abandoned.append((sent, own))
+            self.abandoned.append((sent, sends))
             raise
 
     def leave(self, code: Any) -> None:

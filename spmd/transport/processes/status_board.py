@@ -44,8 +44,11 @@ RUNNING, WAITING, FAILED, FOLLOWS, LEFT = range(5)
 _GROUPS_MAX = 256
 """Groups whose rendezvous a row counts: the newest ones."""
 
-_RANKS_MAX = 1024
-"""Ranks that a row can name as members of a group: of larger jobs only the states of others are known."""
+_AWAITED_MAX = 64
+"""Ranks that a row can name as those for which its process waits."""
+
+_ROWS_MIN = 64
+"""Rows of a file, if the world has as many processes: it does not matter then how many of them are on this host."""
 
 _FAILURES_MAX = 16
 """Failed maps that a row describes: a program that catches errors may fail again before others look."""
@@ -60,12 +63,13 @@ _ROW = np.dtype(
         ("group", "i8"),  # the rendezvous that it waits for: the number of the group,
         ("count", "i8"),  # its place among the rendezvous of the group,
         ("run", "i8"),  # and the map
+        ("rank", "i8"),  # 1 + the rank in the world; 0: nobody has this row
         ("pid", "i8"),
         ("cpu", "f8"),  # seconds of processor time so far
         ("published", "i8"),  # the beat up to which `calls` is written
         ("groups", "i8", _GROUPS_MAX),  # numbers of groups,
         ("counts", "i8", _GROUPS_MAX),  # and how many of their rendezvous this process has come to
-        ("members", "u1", _RANKS_MAX // 8),  # a bit for each rank of the group that it waits for
+        ("awaited", "i4", _AWAITED_MAX),  # 1 + the ranks that it waits for
         ("calls", "S4096"),  # its last collectives, the latest first, a line each
         ("history", f"S{_HISTORY_NBYTES}"),  # those by messages, as `History.packed`
         ("failed_maps", "i8", _FAILURES_MAX),  # numbers of the last maps that failed here,
@@ -73,6 +77,9 @@ _ROW = np.dtype(
         ("end", "S4096"),  # the error that it ends with
     ]
 )
+_NO_ROW: Any = np.zeros((), _ROW)[()]
+"""The row of a process that is not known."""
+
 _LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 """Variables in which launchers give the number of processes that they have started on this host."""
 
@@ -82,28 +89,20 @@ _PUBLISH_INTERVAL = 0.25
 """Seconds between two `publish` calls of a process that does not wait."""
 
 
-def _bits(ranks: Sequence[int]) -> np.ndarray:
-    """A bit for each rank, as in `members` of a row."""
-    bits = np.zeros(_RANKS_MAX, bool)
-    bits[[r for r in ranks if r < _RANKS_MAX]] = True
-    return np.packbits(bits)
-
-
 class RendezvousCount:
     """The number of rendezvous of a group that this process has come to.
 
-    group: its number, the same in all processes. members: one bit per rank.
+    group: its number, the same in all processes. ranks: of its processes.
     """
 
-    __slots__ = ("group", "members", "value")
+    __slots__ = ("group", "ranks", "value")
 
     def __init__(self, group: int, ranks: Sequence[int]):
-        self.group, self.value = group, 0
-        self.members = _bits(ranks)
+        self.group, self.ranks, self.value = group, ranks, 0
 
 
 class StatusBoard:
-    """The rows of the processes of this host, by rank in the world; those of other hosts are empty.
+    """The rows of the processes of this host, in the order in which they have come.
 
     rank: of this process in the world. size: of the world. single_host: whether the whole world is on this host and
     shares the file; then a process without a row has not started. file: gives the shared file of a size; where it
@@ -117,26 +116,35 @@ class StatusBoard:
 
     def __init__(self, rank: int, size: int, file: Callable[[int], SharedFile]):
         self.rank, self.size = rank, size
-        self.file = _file_or_warning(file, size * _ROW.itemsize)
-        if self.file is None:
-            self.rows = np.zeros(size, _ROW)
-        else:
-            self.rows = np.ndarray(size, _ROW, self.file.memory, self.file.offset)
+        count = max([min(size, _ROWS_MIN), *(n for n in _local_sizes() if n <= size)])
+        self.file = _file_or_warning(file, count * _ROW.itemsize)
+        self.rows = np.zeros(1, _ROW)
+        row = self.rows[:1]
+        if self.file is not None:
+            rows = np.ndarray(count, _ROW, self.file.memory, self.file.offset)
+            with self.file.locked():
+                place = next(iter(np.flatnonzero(np.isin(rows["rank"], (0, rank + 1))).tolist()), None)
+                if place is not None:
+                    self.rows, row = rows, rows[place : place + 1]
+                    row["rank"] = rank + 1
+            if place is None:  # more processes than the launcher has told of
+                self.file = None
         self.single_host = self.file is not None and size in _local_sizes()
         self.file_is_linked = self.file is not None
-        row = self.rows[rank : rank + 1]
+        self._local_rows: dict[int, Any] = {}
         row[:] = np.zeros((), _ROW)
+        row["rank"] = rank + 1
         # Memoryviews take a third of the time of arrays.
         self.state_words = row.view(np.int64).reshape(-1)[:5].data
-        self.row: Any = self.rows[rank]
+        self.row: Any = row[0]
         self.row["pid"] = os.getpid()
-        self.row_counts, self.members = self.row["counts"].data, self.row["members"]
+        self.row_counts, self.awaited = self.row["counts"].data, self.row["awaited"]
         self.latest_call: Any = None
         self.recent_calls: deque[Any] = deque(maxlen=8)
         self.counts_by_group: dict[int, RendezvousCount] = {}
         self.current: Any = None
         self.changed_counts: set[RendezvousCount] = set()
-        self.shown_count: Any = None
+        self.shown_ranks: Any = None
         self.places: dict[int, int] = {}
         self.published_calls: list[Any] = []
         self.failure_count = 0
@@ -165,10 +173,12 @@ class StatusBoard:
             self._count()
             self.changed_counts = {count}
         state_words[_GROUP], state_words[_COUNT], state_words[_RUN] = count.group, count.value, run
-        awaited = count if ranks is None else ranks
-        if self.shown_count is not awaited:
-            self.shown_count = awaited
-            self.members[:] = count.members if ranks is None else _bits(ranks)
+        awaited = count.ranks if ranks is None else ranks
+        if self.shown_ranks is not awaited:
+            self.shown_ranks = awaited
+            named = [r + 1 for r in awaited if r != self.rank][:_AWAITED_MAX]
+            self.awaited[: len(named)] = named
+            self.awaited[len(named) :] = 0
         state_words[_STATE] = WAITING
         state_words[_BEAT] += 1
 
@@ -245,10 +255,9 @@ class StatusBoard:
         """This process leaves the program; the last to do so removes the file."""
         self.stop.set()
         self.finish(LEFT)
-        ranks = [
-            r for r in range(self.size) if self.single_host or self.is_local(r)
-        ]  # on a single host, also those that have not started
-        if all(self.is_local(r) and (self.rows[r]["state"] == LEFT or self.has_died(r)) for r in ranks):
+        ranks = self.local_ranks()
+        complete = len(ranks) == self.size or not self.single_host  # else some have not started
+        if complete and all(self.local_row(r)["state"] == LEFT or self.has_died(r) for r in ranks):
             self._unlink()
 
     def _publish_regularly(self) -> None:
@@ -262,9 +271,27 @@ class StatusBoard:
             self.file_is_linked = False
             self.file.unlink()
 
+    def local_ranks(self) -> list[int]:
+        """The processes of this host that have started."""
+        return sorted((self.rows["rank"][self.rows["pid"] != 0] - 1).tolist())
+
+    def local_row(self, rank: int) -> Any:
+        """The row of a process of this host; an empty one where it has not started, or is elsewhere."""
+        row = self._local_rows.get(rank)
+        if row is None:
+            places = np.flatnonzero((self.rows["rank"] == rank + 1) & (self.rows["pid"] != 0))
+            if not len(places):
+                return _NO_ROW
+            row = self._local_rows[rank] = self.rows[places[0]]
+        return row
+
     def is_local(self, rank: int) -> bool:
         """Whether a process is on this host, and has started."""
-        return bool(self.rows[rank]["pid"])
+        return self.local_row(rank) is not _NO_ROW
+
+    def known_ranks(self) -> list[int]:
+        """The processes of this host, and those of hosts that have answered."""
+        return sorted({*self.local_ranks(), *(() if self.hosts is None else list(self.hosts.rows))})
 
     def is_known(self, rank: int) -> bool:
         """Whether a process is on this host, or its host has answered."""
@@ -272,9 +299,8 @@ class StatusBoard:
 
     def row_of(self, rank: int) -> Any:
         """The row of a process, by fields; of another host, as it was a moment ago."""
-        return (
-            self.rows[rank] if self.hosts is None or self.is_local(rank) else self.hosts.rows.get(rank, self.rows[rank])
-        )
+        row = self.local_row(rank)
+        return row if self.hosts is None or row is not _NO_ROW else self.hosts.rows.get(rank, row)
 
     def add_address(self, rank: int, address: bytes) -> None:
         """Add the address of another process, which matters if it is on another host."""
@@ -292,7 +318,7 @@ class StatusBoard:
 
     def cpu_seconds(self, rank: int) -> float:
         """The processor time of a process. On this host the system gives it: a process in a long call cannot write."""
-        fields = stat_of(int(self.rows[rank]["pid"])) if self.is_local(rank) else None
+        fields = stat_of(int(self.local_row(rank)["pid"])) if self.is_local(rank) else None
         if fields is None:
             return float(self.row_of(rank)["cpu"])
         return (int(fields[UTIME]) + int(fields[STIME])) / os.sysconf("SC_CLK_TCK")
@@ -300,7 +326,7 @@ class StatusBoard:
     def has_died(self, rank: int) -> bool:
         if not self.is_local(rank):
             return self.hosts is not None and self.hosts.has_died(rank)
-        pid = int(self.rows[rank]["pid"])
+        pid = int(self.local_row(rank)["pid"])
         fields = stat_of(pid)
         if fields is not None:
             return fields[STATUS] == "Z"
@@ -324,14 +350,14 @@ class StatusBoard:
         group, count = int(row["group"]), int(row["count"])
         if row["state"] != WAITING or group == 0:
             return []
-        members = np.flatnonzero(np.unpackbits(row["members"])[: self.size]).tolist()
+        members = [m - 1 for m in row["awaited"].tolist() if m]
         members_seen = [m for m in members if m != rank and (self.single_host or self.is_known(m))]
         return [m for m in members_seen if not self.arrived(m, group, count)]
 
     def wait_cycle(self) -> dict[int, list[int]]:
         """The processes that wait for each other, or for one that has left, each with the processes that it waits for.
         Processes in a map that has failed elsewhere are left out: they go on as soon as they see the failure."""
-        ranks = list(filter(self.is_known, range(self.size)))
+        ranks = self.known_ranks()
         failed = {int(run) for r in ranks for run in self.row_of(r)["failed_maps"]} - {0}
         ended = {r for r in ranks if self.row_of(r)["state"] == LEFT or self.has_died(r)}
         waits: dict[int, list[int]] = {}
@@ -363,10 +389,10 @@ class StatusBoard:
 
     def failure_of(self, run: int, ranks: Sequence[int]) -> tuple[int, str, str] | None:
         """The failure of a map, by the first of these processes that shows one: the origin, the worker, the error."""
-        for r in ranks:
+        for r in sorted(set(ranks).intersection(self.known_ranks())):
             row = self.row_of(r)
             (places,) = np.nonzero(row["failed_maps"] == run)
-            if len(places) and self.is_known(r):
+            if len(places):
                 origin, who, error = row["errors"][places[0]].decode(errors="replace").split(_SEPARATOR, 2)
                 return int(origin), who, error
         return None
@@ -379,8 +405,8 @@ class StatusBoard:
         """The errors with which processes ended, by rank."""
         return {
             r: self.row_of(r)["end"].decode(errors="replace")
-            for r in range(self.size)
-            if self.is_known(r) and self.row_of(r)["state"] == state
+            for r in self.known_ranks()
+            if self.row_of(r)["state"] == state
         }
 
 

@@ -369,7 +369,8 @@ class ProcessTransport(Transport):
         return Outcome({worker: result}, time.perf_counter() - started, 0)
 
     def _end_of_map(self) -> None:
-        """Start a new stage after a failed map, with its own number."""
+        """Start a new stage after a failed map, with its own number. Workers have come to different collectives."""
+        self.comm.number = 0
         self.stage = self._number_of("after a map")
 
     def _number_of(self, stage: str) -> int:

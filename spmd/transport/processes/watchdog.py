@@ -68,6 +68,8 @@ _ABORT_TIMEOUT = 10.0
 """Seconds after which a process ends the job itself, if another does not."""
 _REASON_TIMEOUT = 3.0
 """Seconds to wait for the reason why a connection was closed."""
+_SHOWN_MAX = 64
+"""Workers that a report lists, at most."""
 _SAME_FAILURE_SECONDS = 0.3
 """Errors of several processes within these seconds count as one."""
 
@@ -285,7 +287,7 @@ class Watchdog:
         ranks = [r for r in self.transport.ranks if self.status_board.is_known(r)]
         absent = {m for r in ranks for m in self.status_board.missing(r)} | set(missing)
         lines = []
-        for rank in self.transport.ranks:
+        for rank in self.transport.ranks[:_SHOWN_MAX]:
             who = self._who(rank)
             if not self.status_board.is_known(rank):
                 elsewhere = "" if self.status_board.single_host else "is on another host, or "
@@ -297,6 +299,8 @@ class Watchdog:
             calls = self.status_board.calls(rank)
             lines.append(f"{who} {does}; its last collectives" + (":" if calls else ": none"))
             lines += [f"  {call}" for call in calls[:4]]
+        if len(self.transport.ranks) > _SHOWN_MAX:
+            lines.append(f"and {len(self.transport.ranks) - _SHOWN_MAX} more")
         return StallError.at(
             str(self.call) if self.call is not None else "a collective",
             got=f"no progress for {seconds:g} s\n" + "\n".join(f"          {line}" for line in lines),

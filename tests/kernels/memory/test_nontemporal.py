@@ -10,6 +10,7 @@ from spmd import P
 from spmd.kernels import cpu, jit
 from spmd.kernels.cpu import moves
 from spmd.kernels.memory import nontemporal
+from spmd.kernels.pairwise import pairs
 from spmd.kernels.parallel import split_work
 
 pytestmark = pytest.mark.skipif(not jit.available(), reason="needs numba")
@@ -28,7 +29,7 @@ def always(monkeypatch):
 @pytest.mark.parametrize("blocks", [2, 3, 5])
 def test_sums_have_numpys_bits_wherever_the_arrays_lie(dtype, blocks, monkeypatch):
     monkeypatch.setattr(nontemporal, "pays", lambda nbytes, copies=1: True)
-    monkeypatch.setattr(moves, "CACHE", 1 << 10)
+    monkeypatch.setattr(moves, "_PIECE", 1 << 10)
     used = []
     add = nontemporal.add
     monkeypatch.setattr(nontemporal, "add", lambda *arrays: add(*arrays) and not used.append(len(arrays[0])))
@@ -44,10 +45,10 @@ def test_sums_have_numpys_bits_wherever_the_arrays_lie(dtype, blocks, monkeypatc
             used.clear()
             cpu.combine([t[at:] for t in terms], into=around[at : n + at])
             assert sum(used) == n
-            want = terms[0]
-            for term in terms[1:]:
-                want = want + term
-            assert around[at : n + at].tobytes() == want[at:].tobytes()
+            want = list(terms)
+            for i, j in pairs(blocks):
+                want[i] = want[i] + want[j]
+            assert around[at : n + at].tobytes() == want[0][at:].tobytes()
             assert (around[:at] == 7).all()
             assert (around[n + at :] == 7).all()
 
