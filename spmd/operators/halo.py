@@ -1,8 +1,9 @@
 """Blocks with their neighbours' edges around them, and the adjoint, which adds the edges back.
 
-`halo_pieces` gives, for each block along a dimension, the entries that it gets, their blocks and their places. The
-operators run one plan per dimension. Each exchange starts from the block with the halos of the earlier dimensions, so
-corners come along with the edges: a worker sends messages only to workers on its own lines through the grid of blocks.
+`halo_pieces` gives, for each block along a dimension, the entries that it gets, their blocks and their places. Lengths
+of blocks that are not given are learnt, as far as they matter (`transport/algorithms/neighbours.py`). The operators run
+one plan per dimension. Each exchange starts from the block with the halos of the earlier dimensions, so corners come
+along with the edges: a worker sends messages only to workers on its own lines through the grid of blocks.
 """
 
 from __future__ import annotations
@@ -399,16 +400,18 @@ def halo_exchange(
     ends are smaller), "zero", "periodic", "reflect" or "edge" (as `np.pad` with "wrap", "reflect" and "edge").
     Dimensions that are not split have boundaries too.
     shape: of the whole array, if its blocks are balanced; sizes: for each dimension the lengths of its blocks, or None.
-    Either saves the messages in which workers learn the lengths. Virtual workers learn the lengths of one dimension, if
-    no other is extended, together with the edges.
+    Without them workers learn the lengths of near blocks in each call.
 
     Forward (V -> V): y = X[start - low : stop + high] in each dimension, of the array X continued at its ends. Corners
     are right. Adjoint: `halo_accumulate`.
     Cost: in each dimension one message to each worker whose halo reaches into this block; two where halos end within
-    the next blocks. The block is copied, except if the result can extend it in its own memory, so that only the halo is
-    written. That needs halos along one dimension only, with lengths of 1 before it; a block that is all of an array of
-    64 KB or more that spmd created on the host; and halos of at most a 64th of it on each side. One result at a time
-    extends a block. The result is always read-only.
+    the next blocks. To learn lengths, neighbours send each other one small message more, and further ones past blocks
+    that are shorter than the widest halo ("reflect": and two entries). Processes that share memory learn the lengths
+    along a line in one meeting instead, virtual workers together with the edges, if one dimension only is extended. The
+    block is copied, except if the result can extend it in its own memory, so that only the halo is written. That needs
+    halos along one dimension only, with lengths of 1 before it; a block that is all of an array of 64 KB or more that
+    spmd created on the host; and halos of at most a 64th of it on each side. One result at a time extends a block. The
+    result is always read-only.
     Raises LayoutError if widths trim more than the block has, if widths, boundary or sizes do not fit the block, or if
     an array of length 0 is to be continued; SpecError for an unknown axis.
     """

@@ -1,5 +1,5 @@
 """Halos of blocks whose lengths are learnt: values, cotangents, and both again, against a padded array. Runs with any
-transport; as a program by messages only, which it counts."""
+transport; as a program, which `by_messages.py` starts, it counts messages."""
 
 from __future__ import annotations
 
@@ -193,11 +193,18 @@ def neighbours(worker: int, rows: int, columns: int) -> set[int]:
     return {a * columns + b for a, b in beside}
 
 
-if __name__ == "__main__":
-    from spmd.transport.processes import message_groups
+def part_shares_memory() -> None:
+    """Let workers of even numbers share memory, as if they were on one host, and others meet by messages."""
+    from spmd.transport.processes.message_groups import MessageGroups
 
-    message_groups.MEMBERS_MAX = 0  # all processes meet by messages
+    on_this_host = MessageGroups.on_this_host
+    MessageGroups.on_this_host = lambda groups, ranks: on_this_host(groups, ranks) and not any(r % 2 for r in ranks)
+
+
+if __name__ == "__main__":
     n, count = map(int, sys.argv[1:3])
+    if sys.argv[3:] == ["part"]:
+        part_shares_memory()
     check_samples(n, count)
     counts = messages(n)
     if spmd.is_main():

@@ -980,6 +980,13 @@ def test_processes_give_the_bits_of_virtual_workers(python):
 @pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.both), pytest.param(5, marks=pytest.mark.full), 8])
 def test_lengths_are_learnt_from_neighbours_where_all_goes_by_messages(python, n):
     """However many they are: a message with the length and one with the edge where lengths are learnt, else one."""
-    ended = launch(PROGRAMS / "near_halos.py", str(n), "8", n=n, python=python, timeout=120)
+    ended = launch(PROGRAMS / "by_messages.py", "0", "near_halos.py", str(n), "8", n=n, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
     assert json.loads(ended.stdout) == {"there, learnt": 2, "back, learnt": 1, "there, known": 1, "back, known": 1}
+
+
+@each_mpi
+def test_a_line_on_one_host_may_know_more_than_the_next(python):
+    """And yet they agree on what they do, there and back."""
+    ended = launch(PROGRAMS / "near_halos.py", "6", "8", "part", n=6, python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
