@@ -122,8 +122,10 @@ class HaloExchange(Halo):
         """The plan, if the block is extended along one dimension only: it fills all of the result."""
         key = group, x.shape, x.dtype, False
         cached = self._plans.get(key)
-        plans = cached or self._cached_learnt_plans.get(key)
-        if plans is None or plans.buffer is None or not self._extends_one(group, x.ndim) or len(plans.steps) != 1:
+        plans = cached
+        if plans is None and self._extends_one(group, x.ndim):
+            plans = self._cached_learnt_plans.get(key)
+        if plans is None or plans.buffer is None or len(plans.steps) != 1:
             return None
         (plan,) = plans.steps
         combine: Any = plan.combine
