@@ -74,8 +74,8 @@ class Halo(Operator):
 
     def _known(self, d: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension, as far as they matter, if known."""
-        given = self._given(d)
-        return given if given is not None or d >= len(self.learnt or ()) else (self.learnt or ())[d]
+        given, learnt = self._given(d), self.learnt or ()
+        return given if given is not None or d >= len(learnt) else learnt[d]
 
     def _split(self, lengths: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
         """Known lengths of all dimensions, parted into those that were given and those that were learnt."""
@@ -97,7 +97,8 @@ class Halo(Operator):
     def out_shape(self, group: Group, shapes: Sequence[Shape], dtype: np.dtype) -> Shape:
         own = shapes[group.index]
         for k, shape in enumerate(shapes):
-            self.check(group.of_member(k), np.broadcast_to(np.zeros((), dtype), shape))
+            if k == group.index or self.learnt is None:  # what was learnt is this worker's view
+                self.check(group.of_member(k), np.broadcast_to(np.zeros((), dtype), shape))
         lengths = {
             d: tuple(shapes[group.members.index(worker)][d] for worker in dim.line.members)
             for d, dim in enumerate(self._dimensions(group, len(own)))

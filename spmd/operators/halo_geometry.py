@@ -317,12 +317,12 @@ class Dimension(NamedTuple):
         return self.pairs[self.line.index]
 
     def near(self, d: int) -> Near:
-        """The lengths that this worker needs to know. d: which dimension it is.
+        """Which lengths this worker needs to know. d: which dimension it is.
 
-        A block matters where a box reaches it, or to the block that it reaches: if the blocks between are together
-        shorter than the widest halo. A mirror image leaves out the entry at the end, so it reaches one entry further.
-        It is mirrored again where it reaches the last entry: whoever does not know all lengths has to know that it does
-        not. Blocks whose entries are continued beyond an end are as near to it as the halos there are wide.
+        Halos reach from one block to another if the blocks between are together shorter than the widest halo. A halo
+        beyond an end of the array begins at that end, and so do the entries that it repeats: these are as near.
+        With "reflect" they begin one entry further on, and are mirrored again if they reach the last entry of the
+        array. So a worker that does not know all lengths must know that there are two entries more than the halo has.
         """
         widest, most = (max(f(w) for pair in self.pairs for w in pair) for f in (int, abs))
         return Near(d, widest + 2 * (self.boundary == "reflect"), self.boundary == "periodic", 3 * most + 3)

@@ -966,8 +966,10 @@ def test_blocks_of_any_lengths_that_are_not_given(n, scheduler):
 
 @pytest.mark.both
 @each_mpi
-def test_processes_give_the_bits_of_virtual_workers(python):
-    ended = launch(PROGRAMS / "halo.py", python=python, timeout=120)
+@pytest.mark.parametrize("before", [[], ["by_messages.py", "0"]], ids=["shared memory", "messages"])
+def test_processes_give_the_bits_of_virtual_workers(python, before):
+    program, *words = [*before, "halo.py"]
+    ended = launch(PROGRAMS / program, *words, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
     found = json.loads(ended.stdout)
     want = halo_program.results(transport="local", scheduler="threads")
