@@ -25,7 +25,7 @@ if per_host != "0":
 
     ProcessTransport._share_of_cores = share_of_cores
 
-program = Path(__file__).with_name(name)
+program = Path(__file__).parent / name
 sys.argv = [str(program), *words]
 sys.path.insert(0, str(program.parent))
 runpy.run_path(str(program), run_name="__main__")

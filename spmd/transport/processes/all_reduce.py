@@ -1,5 +1,5 @@
-"""All-reduces over processes. Blocks are combined here, in the order of the members, which MPI and gloo do not
-guarantee."""
+"""All-reduces over processes. Blocks are combined here, by the tree of `kernels.pairwise`: MPI and gloo guarantee no
+order."""
 
 from __future__ import annotations
 

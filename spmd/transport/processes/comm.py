@@ -26,6 +26,7 @@ from spmd.transport.processes.announce import ProcessGroup, read_only_buffer
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, Headers
 from spmd.transport.processes.message_comm import Messages, split
+from spmd.transport.processes.repeat_messages import repeated_messages
 from spmd.transport.processes.run_plan import RepeatedPlan
 
 __all__ = ["ProcessComm"]
@@ -84,17 +85,14 @@ class ProcessComm(AllReduceComm):
         shapes = self._shapes_in(self._send_header(group, call, call.shape)[0], group, call.shape)
         return Done(tuple((shape or ())[near.dim] for shape in shapes))
 
-    def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
+    def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> Any:
         group, me = plan.group, plan.group.index
-        if (
-            plan.assumed_lengths is not None
-            or not plan.repeats
-            or x.ndim > MAX_NDIM
-            or self.inline_limit(call, x) < INLINE_LIMIT
-        ):
+        if x.ndim > MAX_NDIM or self.inline_limit(call, x) < INLINE_LIMIT:
             return None
+        if group.ordered in self.transport.groups.calls:
+            return repeated_messages(call, plan, x)
         channel = self.transport.channels.get(group.ordered)
-        if channel is None or channel.mailbox is None:
+        if channel is None or channel.mailbox is None or plan.assumed_lengths is not None or not plan.repeats:
             return None
         large = [
             p for p in (x[i] for k, i in enumerate(plan.parts) if i is not None and k != me) if p.nbytes > INLINE_LIMIT

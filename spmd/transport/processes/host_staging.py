@@ -1,7 +1,7 @@
 """Processes whose blocks lie on GPUs, and go through the host.
 
-What is sent goes into pinned memory from CuPy's pool, and from there like any other block; sums are taken on the host,
-in the order of the members. MPI and gloo know nothing of streams, so the stream is synchronized before each call.
+What is sent goes into pinned memory from CuPy's pool, and from there like any other block; sums are taken on the host.
+MPI and gloo know nothing of streams, so the stream is synchronized before each call.
 """
 
 from __future__ import annotations

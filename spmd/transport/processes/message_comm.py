@@ -336,8 +336,8 @@ class Messages:
                 if k != me:
                     run.send(k, pack_header(run.call.op, x.shape, False), x)
             yield
-            blocks, coming = {}, []
-            for k in sources:
+            blocks, coming = dict.fromkeys(sorted(sources)), []
+            for k in blocks:
                 if k == me:
                     blocks[k] = read_only(sends[k])
                     continue

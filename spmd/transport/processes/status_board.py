@@ -126,13 +126,13 @@ class StatusBoard:
                 place = next(iter(np.flatnonzero(np.isin(rows["rank"], (0, rank + 1))).tolist()), None)
                 if place is not None:
                     self.rows, row = rows, rows[place : place + 1]
+                    row[:] = _NO_ROW
                     row["rank"] = rank + 1
             if place is None:  # more processes than the launcher has told of
                 self.file = None
         self.single_host = self.file is not None and size in _local_sizes()
         self.file_is_linked = self.file is not None
         self._local_rows: dict[int, Any] = {}
-        row[:] = np.zeros((), _ROW)
         row["rank"] = rank + 1
         # Memoryviews take a third of the time of arrays.
         self.state_words = row.view(np.int64).reshape(-1)[:5].data

@@ -2,7 +2,7 @@
 
 `comm.py` implements the collectives. A process that waits reads the status board every tenth of a second
 (`watchdog.py`), so a deadlock across groups, or a wait for a process that has left, becomes an error. SPMD_CHECK=0
-switches off what is optional: the headers of sums, whose shapes are equal by contract, and the watchdog.
+switches off the watchdog, and with it shared memory.
 
 An engine is a `Channel`, which moves bytes among a group of processes, and a `ProcessTransport`, which opens channels
 and waits. `mpi.py` uses mpi4py, and `gloo.py` torch.distributed.

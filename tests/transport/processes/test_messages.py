@@ -1,0 +1,126 @@
+"""Groups that share no memory: their collectives go by messages, with the bits and the errors of all others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+from launch import PROGRAMS, TORCHRUN, each_mpi, launch
+from mpi_programs import again, mismatch
+from process_cases import ended_well, of_virtual_workers
+
+TORCH = pytest.param(
+    TORCHRUN,
+    id="torchrun",
+    marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
+)
+each_engine = pytest.mark.parametrize("python", [*each_mpi.args[1], TORCH])
+
+
+def by_messages(program: str, *args: str, python: str, per_host: int = 0, **options) -> str:
+    return ended_well("by_messages.py", str(per_host), program, *args, python=python, **options)
+
+
+@pytest.mark.both
+@each_engine
+@pytest.mark.parametrize("per_host", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_verbs_operators_and_gradients_have_the_bits_of_virtual_workers(python, per_host):
+    found = json.loads(by_messages("verbs.py", "checked", python=python, per_host=per_host, timeout=150))
+    expected = of_virtual_workers()
+    assert found == expected
+
+
+@each_engine
+def test_programs_that_are_done_again_have_the_bits_of_virtual_workers(python):
+    found = json.loads(by_messages("again.py", python=python, n=3))
+    assert found == again.results(transport="local", scheduler="lockstep")
+
+
+def _algorithms(python: str, n: int, per_host: int) -> None:
+    found = json.loads(by_messages("algorithms.py", str(n), python=python, n=n, per_host=per_host, timeout=240))
+    ended = launch(PROGRAMS / "algorithms_of_virtual_workers.py", str(n), n=1)
+    assert ended.returncode == 0, str(ended)
+    (expected,) = json.loads(ended.stdout).values()
+    wrong = [
+        (algorithm, worker, case)
+        for algorithm, workers in found.items()
+        for worker, cases in workers.items()
+        for case in cases
+        if cases[case] != expected[worker][case]
+    ]
+    assert not wrong, wrong[:10]
+    assert len(found) == 16
+
+
+@each_engine
+@pytest.mark.parametrize(("n", "per_host"), [(3, 1), (8, 2)])
+def test_every_algorithm_gives_the_bits_of_virtual_workers(python, n, per_host):
+    _algorithms(python, n, per_host)
+
+
+@pytest.mark.full
+@each_engine
+@pytest.mark.parametrize(("n", "per_host"), [(1, 1), (2, 1), (4, 2), (5, 1), (6, 2), (7, 1), (12, 4), (16, 4), (32, 8)])
+def test_every_algorithm_gives_the_bits_of_virtual_workers_for_many(python, n, per_host):
+    _algorithms(python, n, per_host)
+
+
+@pytest.mark.both
+@each_engine
+def test_workers_that_call_different_things_are_told_so_on_every_rank(python):
+    found = json.loads(by_messages("mismatch.py", python=python, timeout=90))
+    assert found.pop("afterwards") == ["4"]
+    assert found.keys() == mismatch.CASES.keys() | {"axes"}
+    for name, texts in found.items():
+        for text in texts:
+            assert text.startswith("MismatchError: a collective"), f"{name}: {text}"
+            assert "worker 2 (x=" in text, f"{name}: {text}"
+            assert text.count("          worker ") == 2, text
+            assert text.count("mismatch.py:") == (1 if name == "missing" else 2), f"{name}: {text}"
+
+
+@each_engine
+def test_workers_that_part_ways_are_always_an_error(python):
+    found = json.loads(by_messages("fuzz.py", "40", "5", python=python, timeout=120))
+    assert found["drawn"] > 20
+    assert found["slowest"] < 5
+
+
+@pytest.mark.full
+@each_engine
+@pytest.mark.parametrize("seed", range(4))
+def test_hundreds_of_programs_in_which_workers_part_ways(python, seed):
+    found = json.loads(by_messages("fuzz.py", "300", str(200 + seed), python=python, timeout=300))
+    assert found["drawn"] > 180
+    assert found["slowest"] < 6
+
+
+SILENT = """
+import numpy as np, spmd
+from spmd import P
+from spmd.errors import MismatchError
+
+mesh = spmd.Mesh(x=4)
+
+def body(x):  # nobody waits in vain, and nobody hears of the other call
+    y = spmd.psum(x, "x")
+    return spmd.ppermute(x, "x", [(0, 1)] if spmd.worker_index("x") < 3 else [(3, 2)])
+
+for _ in range(3):
+    try:
+        spmd.map(body, P("x"), P("x"), mesh=mesh)(np.ones(4))
+    except MismatchError as error:
+        text = str(error)
+        assert "perm=((0, 1),)" in text and "perm=((3, 2),)" in text and "worker 3 (x=3)" in text, text
+        print("told\\n", end="", flush=True)
+total = spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=mesh)(np.ones(4))
+assert total.numpy() == 4
+"""
+
+
+@each_engine
+def test_calls_of_which_no_partner_hears_are_compared_at_the_end_of_the_map(python, tmp_path):
+    program = tmp_path / "silent.py"
+    program.write_text(SILENT)
+    assert by_messages(str(program), python=python).count("told") == 12
