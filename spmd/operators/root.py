@@ -309,7 +309,7 @@ class Scatter(_InPieces):
             axis = normal_axis(self.function, "axis", self.axis, len(shapes[self.root]))
             return rebound(self, axis=axis, sizes=sizes)
 
-        return Plan("exchange", group, shape, dtype, parts, Forward(self.root), bind)
+        return Plan("scatter", group, shape, dtype, parts, Forward(self.root), bind, self.root)
 
     @property
     def H(self) -> Operator:
@@ -340,7 +340,7 @@ class Gather(_InPieces):
             return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
 
         combine = Concatenate(axis, True) if at_root else Forward(None, _NOTHING)
-        return Plan("exchange", group, shape, dtype, parts, combine, bind)
+        return Plan("gather", group, shape, dtype, parts, combine, bind, self.root)
 
     @property
     def H(self) -> Operator:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 __all__ = [
     "DOUBLING_MAX",
     "INLINE_MAX",
+    "SEPARATE_MIN",
     "TREE_MAX",
     "all_gather",
     "all_reduce",
@@ -26,6 +27,9 @@ INLINE_MAX = 1 << 13
 """Bytes up to which a block goes with what describes it, by way of other members; larger ones then go directly."""
 TREE_MAX = 1 << 16
 """Bytes up to which a broadcast sends whole blocks down a tree."""
+
+SEPARATE_MIN = 1 << 18
+"""Of several blocks that are summed at once, those of at least this many bytes go by themselves; the rest is packed."""
 
 _forced: dict[str, str] = {}
 """By kind of collective: the algorithm that tests prescribe."""

@@ -116,7 +116,7 @@ def test_movements_cost_what_their_schedules_send(n, each):
     sizes = Sizes(every)
     inline = [s if s <= choice.INLINE_MAX else 0 for s in every]
     large = [k for k in range(n) if every[k] > choice.INLINE_MAX]
-    small = lambda items: sum(inline[k] for k in items)  # noqa: E731
+    small = lambda items: sum(inline[k] for k in items)
     for me in members(n):
         second = (n - 1, (n - 1) * every[me]) if me in large else (0, 0)
         for name in ["Bruck", "ring", "pairwise"]:
@@ -136,10 +136,8 @@ def test_movements_cost_what_their_schedules_send(n, each):
                 if nbytes > choice.TREE_MAX:
                     schedule = phases.spread(n, me, root)
                     ends = offsets(block_sizes(nbytes, schedule.chunks))
-                    chunk = [ends[k + 1] - ends[k] for k in range(schedule.chunks)]
-                    expected += of(
-                        schedule, lambda items: sum(chunk[(k - root) % n if len(chunk) > 1 else 0] for k in items)
-                    )
+                    chunk = [ends[k + 1] - ends[k] for k in range(schedule.chunks)] * (n // schedule.chunks)
+                    expected += of(schedule, lambda items, c=chunk, r=root: sum(c[(k - r) % n] for k in items))
                 assert cost.broadcast(n, me, root, nbytes) == expected
 
 
