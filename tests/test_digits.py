@@ -286,7 +286,7 @@ def test_data_parallel_step_applies_one_sum_per_parameter(example, workers):
         spmd.value_and_grad(loss)(params, x, labels)
     leaves = len(optree.tree_leaves(params))
     assert sums(both)["data"] - sums(forward)["data"] == leaves == 8
-    # Recursive doubling for the loss, for the count, and for all gradients together; of three, the first two act as one.
+    # Recursive doubling for the loss, the count, and all gradients together; of three, the first two act as one.
     assert both.messages == 3 * {1: 0, 2: 1, 3: 1, 4: 2}[workers]
 
 

@@ -72,7 +72,11 @@ class Group:
 
     def of_member(self, k: int) -> Group:
         """The same group, as its member k sees it."""
-        return self if k == self.index else Group(self.axes, self.dims, self.members, k)
+        if k == self.index:
+            return self
+        other = copy(self)
+        other.index = k
+        return other
 
 
 class Call:

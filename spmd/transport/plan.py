@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -314,7 +314,12 @@ def _described_index(index: Any) -> str:
 
 def to_all(group: Group) -> tuple[Part, ...]:
     """The parts where the whole block goes to every member."""
-    return (...,) * group.size
+    return _times(group.size)
+
+
+@lru_cache(maxsize=64)
+def _times(n: int) -> tuple[Part, ...]:
+    return (...,) * n
 
 
 @dataclass(frozen=True)

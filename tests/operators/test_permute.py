@@ -160,7 +160,9 @@ def test_what_partners_cost():
     ring = lambda: spmd.sendrecv(x(), "x", (spmd.worker_index("x") - 1) % N, (spmd.worker_index("x") + 1) % N)
     assert sent(ring) == [(1 + 2, 64 + 48)] * N
     assert sent(lambda: spmd.pshuffle(x(), "x", [1, 0, 2, 3])) == [(1, 64), (1, 64), (0, 0), (0, 0)]
-    assert sent(lambda: spmd.pswapaxes(x()[:4], "x", 0)) == [(2, 4 * 8)] * N  # of four workers, a part of three goes twice
+    assert (
+        sent(lambda: spmd.pswapaxes(x()[:4], "x", 0)) == [(2, 4 * 8)] * N
+    )  # of four workers, a part of three goes twice
 
 
 # ragged_all_to_all
