@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -89,12 +89,21 @@ class HaloPieces:
     @cached_property
     def outgoing(self) -> tuple[dict[int, Message], ...]:
         """Per block: the messages that it sends, by target."""
-        return tuple({t: m for (s, t), m in self.messages.items() if s == k != t} for k in range(len(self.sizes)))
+        return self._by_block(lambda source, target: (source, target))
 
     @cached_property
     def incoming(self) -> tuple[dict[int, Message], ...]:
         """Per block: the messages that it receives, by source."""
-        return tuple({s: m for (s, t), m in self.messages.items() if t == k != s} for k in range(len(self.sizes)))
+        return self._by_block(lambda source, target: (target, source))
+
+    def _by_block(self, ends: Callable[[int, int], tuple[int, int]]) -> tuple[dict[int, Message], ...]:
+        """Per block: its messages, by the other block. ends: puts the block first."""
+        messages: list[dict[int, Message]] = [{} for _ in self.sizes]
+        for pair, message in self.messages.items():
+            block, other = ends(*pair)
+            if block != other:
+                messages[block][other] = message
+        return tuple(messages)
 
     @cached_property
     def moves(self) -> bool:

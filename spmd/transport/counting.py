@@ -105,10 +105,26 @@ _AGREEMENT = _Note("agreement", np.dtype(np.uint8))
 
 
 def _note_of(plan: Plan, x: Any) -> _Note:
-    parts = {}
-    if plan.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange"):
+    parts: Mapping[int, int] = {}
+    if plan.kind in ("reduce_scatter", "all_to_all") and type(plan.parts) is tuple:
+        parts = _sizes_of(plan.parts, x.shape)
+    elif plan.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange"):
         parts = {k: x.size if p is ... else part_of(x, p).size for k, p in enumerate(plan.parts) if p is not None}
     return _Note(plan.kind, plan.dtype, x.size, parts, plan.root)
+
+
+_known_sizes: dict[tuple[int, Shape], tuple[Any, dict[int, int]]] = {}
+"""By the parts, which members share, and the shape of a block: the parts, so that their id stays, and their sizes."""
+
+
+def _sizes_of(parts: tuple[Any, ...], shape: Shape) -> dict[int, int]:
+    known = _known_sizes.get((id(parts), shape))
+    if known is None:
+        if len(_known_sizes) >= 64:
+            _known_sizes.clear()
+        block = np.broadcast_to(np.zeros(()), shape)
+        known = _known_sizes[id(parts), shape] = parts, {k: part_of(block, p).size for k, p in enumerate(parts)}
+    return known[1]
 
 
 class _Counter:
@@ -249,6 +265,16 @@ def _bruck_bytes(parts: np.ndarray) -> np.ndarray:
     return sent
 
 
+def _sources_of(plan: Plan) -> Collection[int]:
+    """The members from which something comes."""
+    at_root = plan.group.index == plan.root
+    if plan.kind in ("broadcast", "scatter"):
+        return (plan.root,)
+    if plan.kind in ("gather", "reduce") and not at_root:
+        return ()
+    return plan.sources if plan.kind == "exchange" else range(plan.group.size)
+
+
 @lru_cache(maxsize=64)
 def _zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """One array for all who get such a result: nothing is written, so it takes no memory."""
@@ -296,12 +322,12 @@ class CountingComm(LocalComm):
 
     def _result(self, me: int, plan: Plan, plans: Sequence[Plan], xs: Sequence[np.ndarray]) -> tuple[Any, Any]:
         """A member's result without its values."""
-        if plan.kind == "all_reduce":
-            return _zeros(plan.shape, plan.dtype), plan.bind(())
-        shapes = [
-            None if (part := p.parts[me]) is None else x.shape if part is ... else part_of(x, part).shape
-            for p, x in zip(plans, xs, strict=True)
-        ]
+        if plan.kind in ("all_reduce", "reduce_scatter"):
+            return _zeros(part_of(xs[me], plan.parts[me]).shape, plan.dtype), plan.bind(())
+        shapes: list[Any] = [None] * len(plans)
+        for k in _sources_of(plan):
+            part = plans[k].parts[me]
+            shapes[k] = xs[k].shape if part is ... else None if part is None else part_of(xs[k], part).shape
         completion = plan.complete(shapes)
         return _zeros(completion.shape, plan.dtype), completion.bound
 
