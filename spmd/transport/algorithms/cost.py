@@ -245,13 +245,14 @@ def _below(n: int, me: int, root: int) -> tuple[int, int, int]:
     return at, own, _steps(own)
 
 
-def broadcast(n: int, me: int, root: int, nbytes: int) -> Cost:
-    """A broadcast of the root's block: down a tree; a large one as chunks, that then go around."""
+def broadcast(n: int, me: int, root: int, nbytes: int, whole: bool | None = None) -> Cost:
+    """A broadcast of the root's block: down a tree; a large one as chunks, that then go around. whole: whether it goes
+    whole, if that is prescribed."""
     if n == 1:
         return NOTHING
     at, own, children = _below(n, me, root)
     rounds = (at > 0) + (children > 0)
-    if nbytes <= choice.TREE_MAX:
+    if nbytes <= choice.TREE_MAX if whole is None else whole:
         return Cost(children, children * nbytes, rounds)
     if n <= 3:
         return Cost(2 * children, children * nbytes, 2 * rounds)
