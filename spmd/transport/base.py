@@ -54,19 +54,29 @@ class Comm(ABC):
             blocks = [part_of(x, part) for part in plan.parts]
             return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
         if LEDGERS.get():
-            return self._counted_plan(plan, self._run(plan, call, x))
+            return self._counted_plan(plan, x, self._run(plan, call, x))
         return self._run(plan, call, x)
 
-    def _counted_plan(self, plan: Plan, handle: Handle) -> Handle:
-        """Count a plan. Where the root alone knows what goes, the others count it once it has come."""
-        per_host = self.members_per_host(plan.group)
+    def _counted_plan(self, plan: Plan, x: Any, handle: Handle) -> Handle:
+        """Count what is really sent: `plan.costs` must be the same. Where the root alone knows what goes, the others
+        count it once it has come."""
         if plan.kind not in ("broadcast", "scatter") or plan.group.index == plan.root:
-            self._count(plan.kind, plan.costs(per_host))
+            self._count_plan(plan, x)
             return handle
-        count = self._counter(plan.kind)
+        return self._counted_at_end(plan.kind, plan.group, plan.dtype, plan.root, handle, lambda result: result[0])
 
-        def counted(result: tuple[Any, Any]) -> tuple[Any, Any]:
-            count(plan.costs(per_host, result[0].nbytes))
+    def _count_plan(self, plan: Plan, x: Any) -> None:
+        in_parts = plan.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange")
+        self._count_verb(plan.kind, plan.group, x, plan.sends(x) if in_parts else None, plan.root)
+
+    def _counted_at_end(
+        self, kind: str, group: Group, dtype: np.dtype, root: int, handle: Handle, block: Callable[[Any], Any]
+    ) -> Handle:
+        """Count what has come from the root. block: gives the block of the result."""
+        count, per_host = self._counter(kind), self.members_per_host(group)
+
+        def counted(result: Any) -> Any:
+            count(cost_of(kind, group, dtype, 0, (), root, per_host, block(result).nbytes))
             return result
 
         return Mapped(handle, counted)
@@ -223,13 +233,7 @@ class Comm(ABC):
         if group.index == root:
             self._count_verb(kind, group, x, None if parts is None else dict(enumerate(parts)), root)
             return handle
-        count, per_host, dtype = self._counter(kind), self.members_per_host(group), np.dtype(call.dtype)
-
-        def counted(block: Any) -> Any:
-            count(cost_of(kind, group, dtype, 0, (), root, per_host, block.nbytes))
-            return block
-
-        return Mapped(handle, counted)
+        return self._counted_at_end(kind, group, np.dtype(call.dtype), root, handle, lambda block: block)
 
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
         """sends[k] goes to member k; the result maps the sources, the members that send here, to what they sent.

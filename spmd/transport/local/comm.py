@@ -103,7 +103,7 @@ class LocalComm(Participant):
             if LEDGERS.get():
                 self._count("shapes", NOTHING)
                 if plan.kind != "none":
-                    self._count(plan.kind, plan.costs())
+                    self._count_plan(plan, x)
             if plan.kind == "none":
                 blocks: list[Any] = [part_of(x, part) for part in plan.parts]
             else:
