@@ -116,7 +116,14 @@ class Comm(ABC):
             return Mapped(handle, lambda x: plan.finish(own, [*nothing[: plan.root], x, *nothing[plan.root + 1 :]]))
         handle = self._exchange(group, call, plan.sends(x), plan.sources)
         begun = plan.combine.begin(plan, x, call.borrowed)
-        return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
+
+        def finish(parts: Mapping[int, Any]) -> tuple[Any, Any]:
+            blocks: list[Any] = [None] * group.size
+            for k, part in parts.items():
+                blocks[k] = part
+            return plan.finish(own, blocks, begun=begun)
+
+        return Mapped(handle, finish)
 
     def _run_with_shapes(self, needs: NeedsShapes, call: Call, x: Any) -> Handle:
         """Run a plan after a rendezvous in which the members learn the shapes of all blocks."""

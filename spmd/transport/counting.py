@@ -21,7 +21,7 @@ from spmd.transport.base import Comm
 from spmd.transport.blas_threads import blas_threads
 from spmd.transport.call import ONE_BY_ONE, Call, Group, Shape
 from spmd.transport.handles import Done, Handle, Mapped, Outcome, read_only
-from spmd.transport.local.comm import LocalComm
+from spmd.transport.local.comm import LocalComm, handed
 from spmd.transport.local.lockstep import LockstepRun
 from spmd.transport.local.rendezvous import Rendezvous
 from spmd.transport.local.transport import LocalTransport
@@ -400,7 +400,8 @@ class CountingComm(LocalComm):
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
         sizes = {k: part.size for k, part in sends.items()}
         self._noted = _Note("exchange", np.dtype(call.dtype), parts=sizes)
-        return super()._exchange(group, call, sends, sources)
+        own = {k: handed(call, x) for k, x in sends.items()}
+        return self._meet(group, call, own, lambda m: {k: m.contributions[k][group.index] for k in sources})
 
 
 class CountingTransport(LocalTransport):
