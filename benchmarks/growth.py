@@ -40,13 +40,17 @@ def batch(n: int) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     return weights, rng.standard_normal((n, WIDTHS[0]), np.float32), rng.standard_normal((n, WIDTHS[-1]), np.float32)
 
 
-def astray(mesh: Any, run: Callable[[], Any], work: Callable[[], list[tuple[Any, Any, int]]]) -> np.ndarray:
+def astray(
+    mesh: Any, run: Callable[[], Any], work: Callable[[], list[tuple[Any, Any, int]]], gradients: int = 0
+) -> np.ndarray:
     """How far what is counted is from what is declared, of all workers together.
 
-    work: in a body, the operators that the work applies, with this worker's block and how often.
+    work: in a body, the operators that the work applies, with this worker's block and how often. gradients: how many of
+    them, at first, are sums of gradients, which travel together.
     """
     import spmd
     from spmd.mesh import here
+    from spmd.transport.costs import cost_of_sums
 
     declared: dict[int, tuple[int, int]] = {}
     operators: dict[str, int] = {}
@@ -54,7 +58,11 @@ def astray(mesh: Any, run: Callable[[], Any], work: Callable[[], list[tuple[Any,
     def local():
         worker, listed = here("benchmarks.growth"), work()
         plans = [(op.plan(worker.group(op.axes), block.shape, block.dtype), times) for op, block, times in listed]
-        costs = [np.array(plan.cost) * times for plan, times in plans]
+        costs = [np.array(plan.cost) * times for plan, times in plans[gradients:]]
+        if gradients:
+            group, blocks = plans[0][0].group, [block for _, block, _ in listed[:gradients]]
+            together = cost_of_sums(group, blocks[0].dtype, [block.shape for block in blocks])
+            costs.append(np.array([together.messages, together.nbytes]))
         declared[worker.index] = tuple(sum(costs))
         operators.clear()
         for op, _, times in listed:
@@ -116,7 +124,8 @@ def training_spmd(workers: int, n: int) -> Case:
     def work():
         return [(Sum(("x",)), a, 1) for a in (*batch(0)[0], np.zeros((), np.float32))]
 
-    return Case(repeated(step), lambda: [*map(np.asarray, step()), astray(mesh, step, work)])
+    gradients = len(weights)
+    return Case(repeated(step), lambda: [*map(np.asarray, step()), astray(mesh, step, work, gradients)])
 
 
 def on_workers(workers: int, quick: bool) -> Builders:

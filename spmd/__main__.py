@@ -1,4 +1,4 @@
-"""`python -m spmd info`, `python -m spmd adjoint` and `python -m spmd bench kernels`."""
+"""`python -m spmd info`, `python -m spmd adjoint`, `python -m spmd cost` and `python -m spmd bench kernels`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 
 import spmd
 from spmd.axes import is_main
-from spmd.errors import MeshError, TransportError, prints
+from spmd.errors import MeshError, TransportError, nearest, prints
 from spmd.info import info
 from spmd.mesh import Mesh
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
+from spmd.transport.algorithms.table import FUNCTIONS, rows
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -54,6 +55,46 @@ def parse_count(minimum: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def parse_bytes(text: str) -> int:
+    """`4e6` or `4000000`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not (0 <= value < 1 << 62 and value == int(value)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed a whole number of bytes, as 4e6")
+    return int(value)
+
+
+def parse_function(text: str) -> str:
+    """A function that the workers call together, as `psum` or `spmd.psum`."""
+    name = text.removeprefix("spmd.")
+    if name not in FUNCTIONS:
+        close = nearest(name, FUNCTIONS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed one of {', '.join(FUNCTIONS)}{hint}")
+    return name
+
+
+def cost_table(args: argparse.Namespace) -> int:
+    """What each algorithm of a function's collective costs."""
+    if args.hosts > args.n:
+        print(f"spmd cost: argument --hosts: got {args.hosts}, needed at most --n, {args.n}", file=sys.stderr)
+        return 2
+    found = rows(args.function, args.n, args.bytes, args.hosts)
+    if args.json:
+        say(json.dumps([row._asdict() for row in found], indent=2))
+        return 0
+    where = f"{args.n} workers on {args.hosts} host{'s' * (args.hosts > 1)}"
+    lines = [f"spmd.{args.function} of {args.bytes} bytes, {where}: {FUNCTIONS[args.function]}"]
+    lines += ["messages, bytes and rounds: of the worker that has most; path: messages that wait for each other", ""]
+    form = "{:2}{:44}{:>10}{:>16}{:>8}{:>8}"
+    lines.append(form.format("", "algorithm", "messages", "bytes", "rounds", "path"))
+    lines += [form.format("*" * r.chosen, r.algorithm, r.messages, r.nbytes, r.rounds, r.path) for r in found]
+    say("\n".join([*lines, "", "* is what transports use"]))
+    return 0
 
 
 def adjoint(args: argparse.Namespace) -> int:
@@ -155,7 +196,16 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--only", default="", metavar="NAME", help="the kernels that have this in their name")
     bench.add_argument("--rounds", default=7, type=parse_count(1), help="medians of so many runs (default: 7)")
     bench.add_argument("--json", action="store_true", help="print JSON")
+    costs = commands.add_parser("cost", help="messages and bytes of a collective, by each of its algorithms")
+    costs.add_argument("function", type=parse_function, help="what the workers call, as psum")
+    costs.add_argument("--n", default=4, type=parse_count(1), help="workers (default: 4)")
+    about = "of a worker's block; of the root's, for broadcast, replicate and scatter (default: 8)"
+    costs.add_argument("--bytes", default=8, type=parse_bytes, help=about)
+    costs.add_argument("--hosts", default=1, type=parse_count(1), help="hosts that the workers are on (default: 1)")
+    costs.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if args.command == "cost":
+        return cost_table(args)
     if args.command == "bench":
         return kernel_speeds(args)
     if args.command == "info":

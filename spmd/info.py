@@ -113,6 +113,7 @@ _meaning = {
     "mpi": "one process per worker",
     "torch": "one process per worker, over gloo",
     "nccl": "one GPU per worker",
+    "counting": "virtual workers in this process, which only count",
 }
 
 

@@ -14,7 +14,9 @@ __all__ = ["Ledger", "Record", "ledger"]
 class Record:
     """The counts of one worker. operators, verbs: applications of each operator, uses of each transport verb.
 
-    messages, bytes: what the worker sends by the usual algorithms; the same in every transport.
+    messages, bytes: what the worker sends by the algorithms that are chosen for messages, also where workers share
+    memory (docs/costs.md). Not counted: headers, shapes that are asked for, and what a map agrees on at its end.
+    rounds: how often it sends or receives.
     """
 
     def __init__(self) -> None:
@@ -23,12 +25,13 @@ class Record:
         self.verbs: Counter[str] = Counter()
         self.messages = 0
         self.bytes = 0
+        self.rounds = 0
 
 
 class Ledger:
     """The counts of the workers of this process.
 
-    operators, verbs, messages, bytes: of the first of them: worker 0 of virtual workers, its own under MPI.
+    operators, verbs, messages, bytes, rounds: of the first of them: worker 0 of virtual workers, its own under MPI.
     """
 
     def __init__(self) -> None:
@@ -43,12 +46,13 @@ class Ledger:
         record.operators[name] += 1
         record.axes[name, axes] += 1
 
-    def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None:
+    def verb(self, worker: int, verb: str, messages: int, nbytes: int, rounds: int = 0) -> None:
         """Count a use of a transport verb."""
         record = self._record(worker)
         record.verbs[verb] += 1
         record.messages += messages
         record.bytes += nbytes
+        record.rounds += rounds
 
     @property
     def first(self) -> Record:
@@ -70,6 +74,10 @@ class Ledger:
     @property
     def bytes(self) -> int:
         return self.first.bytes
+
+    @property
+    def rounds(self) -> int:
+        return self.first.rounds
 
     def __str__(self) -> str:
         lines = [f"{'operator':16}{'times':>8}"]

@@ -120,6 +120,8 @@ class Mesh:
     process is one of several of MPI, "torch" if it is one of several of torch.distributed, as torchrun starts them,
     else "local". The variable SPMD_TRANSPORT overrides the default.
     "nccl": NCCL moves blocks between GPUs, one per worker; the workers are those of the default transport.
+    "counting": virtual workers of this process; `mesh.transport.counts` says what they would send, values of large
+    arrays are zeros.
     scheduler: for "local": "lockstep", "threads", or "auto" (by measurement). The variable SPMD_SCHEDULER overrides
     the default.
     comm: an mpi4py communicator whose processes are the workers; implies "mpi".
@@ -170,13 +172,21 @@ class Mesh:
                 need="blocks on GPUs: NCCL moves no others",
                 mend='device="cuda"',
             )
+        if name == "counting" and self.device != "cpu":
+            raise MeshError.at(
+                where,
+                argument="device",
+                got=f'"{self.device}", with transport="counting"',
+                need="blocks on the host: they are only counted",
+                mend='device="cpu"',
+            )
         self.places: Places | None = devices.places(self.device)
         """Where the workers of this process keep their arrays on GPUs; None on the host."""
-        if comm is not None and name == "local" and transport is not None:
+        if comm is not None and name in ("local", "counting") and transport is not None:
             raise MeshError.at(
                 where,
                 argument="comm",
-                got='a communicator, and transport="local"',
+                got=f'a communicator, and transport="{name}"',
                 need="one of them",
                 mend="leave out the one that is not meant",
             )
@@ -369,13 +379,17 @@ class Mesh:
                 strides[name] = stride
                 stride *= n
             place = self.coordinates(worker)
-            members = [worker - sum(place[a] * strides[a] for a in axes)]
-            index = 0
+            first, index = worker - sum(place[a] * strides[a] for a in axes), 0
             for a in axes:
-                members = [m + k * strides[a] for m in members for k in range(self.axes[a])]
                 index = index * self.axes[a] + place[a]
-            dims = tuple(self.axes[a] for a in axes)
-            group = self._groups[worker, axes] = Group(axes, dims, tuple(members), index)
+            if index:
+                group = self.group(first, axes).of_member(index)
+            else:
+                members, dims = [first], tuple(self.axes[a] for a in axes)
+                for a in axes:
+                    members = [m + k * strides[a] for m in members for k in range(self.axes[a])]
+                group = Group(axes, dims, tuple(members), 0)
+            self._groups[worker, axes] = group
         return group
 
     def run(

@@ -53,7 +53,7 @@ def _megabytes(text: str) -> int:
 
 
 SETTINGS = {
-    "SPMD_TRANSPORT": _one_of("local", "mpi", "torch", "nccl"),
+    "SPMD_TRANSPORT": _one_of("local", "mpi", "torch", "nccl", "counting"),
     "SPMD_SCHEDULER": _one_of("auto", "lockstep", "threads"),
     "SPMD_DEVICE": _one_of("cpu", "cuda"),
     "SPMD_TIMEOUT": _Setting(_seconds, "seconds, or 0 for no limit", 300.0, ("600",)),

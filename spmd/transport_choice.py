@@ -18,9 +18,9 @@ __all__ = ["TransportRequest"]
 class TransportRequest(NamedTuple):
     """The requirements of a mesh on its transport.
 
-    mesh: the mesh as messages show it. size: its number of workers. name: "local", "mpi", "torch" or "nccl"; None: that
-    of the job which this process belongs to, else "local". comm: an mpi4py communicator; implies "mpi". places: where
-    the workers of this process have their arrays on GPUs; None on the host.
+    mesh: the mesh as messages show it. size: its number of workers. name: "local", "mpi", "torch", "nccl" or
+    "counting"; None: that of the job which this process belongs to, else "local". comm: an mpi4py communicator; implies
+    "mpi". places: where the workers of this process have their arrays on GPUs; None on the host.
     """
 
     mesh: str
@@ -31,7 +31,7 @@ class TransportRequest(NamedTuple):
 
     def names_job(self) -> bool:
         """Whether the processes of the job, if this process belongs to one, are the workers."""
-        if self.name == "local" or in_a_child() or self.size == 1:
+        if self.name in ("local", "counting") or in_a_child() or self.size == 1:
             return False
         if self.comm is not None:
             return hasattr(self.comm, "Get_size") and self.comm.Get_size() == self.size
@@ -53,6 +53,10 @@ class TransportRequest(NamedTuple):
             name = "local" if world is None else world.engine
         if in_a_child() and name in ("mpi", "torch"):
             raise no_job_of_a_child()
+        if name == "counting":
+            from spmd.transport.counting import CountingTransport
+
+            return CountingTransport(self.size)
         if name == "local":
             from spmd.transport.local.transport import LocalTransport
 

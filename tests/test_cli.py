@@ -13,6 +13,8 @@ from launch import launch, mpiexec, run_python
 import spmd
 from spmd.__main__ import main, parse_mesh
 from spmd.testing import operator_classes
+from spmd.transport.algorithms.cost import Cost
+from spmd.transport.algorithms.table import FUNCTIONS
 from spmd.transport.plan import Plan
 
 OPERATORS = [kind.__name__ for kind in operator_classes() if kind.__module__.startswith("spmd.")]
@@ -51,6 +53,88 @@ def said(capsys, *args: str) -> str:
     out = capsys.readouterr()
     assert not out.err
     return out.out
+
+
+# cost
+
+
+def table_of(text: str) -> dict[str, list[int]]:
+    """By algorithm, what is chosen with an asterisk: messages, bytes, rounds, path."""
+    lines = text.splitlines()[4:]
+    rows = lines[: lines.index("")]
+    return {(row[:2].strip() + row[2:46]).strip(): [int(word) for word in row[46:].split()] for row in rows}
+
+
+def test_cost_of_the_algorithms_of_a_sum(capsys):
+    text = said(capsys, "cost", "psum", "--n", "1024", "--bytes", "4e6", "--hosts", "64")
+    assert text.startswith("spmd.psum of 4000000 bytes, 1024 workers on 64 hosts: all_reduce\n")
+    found = table_of(text)
+    assert found["recursive doubling"] == [10, 10 * 4000000, 10, 10]
+    assert found["pairwise"][::2] == [2 * 1023, 2]
+    chosen = found["*two levels, halving and doubling"]
+    assert [chosen[0], *chosen[2:]] == [2 * 15 + 2 * 6, 2 + 12, 2 * 15 + 2 * 6]  # 16 on each of 64 hosts
+    assert 0 <= chosen[1] - 2 * 1023 / 1024 * 4000000 <= 1024  # chunks differ by a byte
+    assert sum(name.startswith("*") for name in found) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "chosen", "figures"),
+    [
+        (("psum", "--n", "5"), "*recursive doubling", [3, 24, 4, 4]),  # of five, two act as one
+        (("spmd.pmax", "--n", "6", "--hosts", "4"), "*recursive doubling", [3, 24, 4, 4]),
+        (("all_gather", "--n", "6"), "*Bruck", [3, 40, 3, 3]),
+        (("all_gather", "--n", "6", "--bytes", "1e4"), "*Bruck, then directly", [3 + 5, 50000, 4, 3 + 5]),
+        (("all_to_all", "--n", "8", "--bytes", "64"), "*Bruck", [3, 3 * 32, 3, 3]),
+        (("psum_scatter", "--n", "8", "--bytes", "64"), "*halving", [3, 56, 3, 3]),
+        (("sum_reduce", "--n", "8"), "*binomial tree", [1, 8, 3, 3]),
+        (("broadcast", "--n", "8"), "*binomial tree", [3, 24, 2, 3]),
+        (("scatter", "--n", "8", "--bytes", "64"), "*binomial tree", [3, 56, 2, 3]),
+        (("gather", "--n", "8"), "*binomial tree", [1, 32, 3, 3]),
+        (("shift", "--n", "4096"), "*directly, to each partner", [1, 8, 1, 1]),
+        (("halo_exchange", "--n", "4096"), "*directly, to each partner", [2, 16, 1, 2]),
+        (("pvary",), "*nothing moves", [0, 0, 0, 0]),
+        (("psum", "--n", "1"), "*nothing moves", [0, 0, 0, 0]),
+    ],
+)
+def test_cost(capsys, args, chosen, figures):
+    assert table_of(said(capsys, "cost", *args))[chosen] == figures
+
+
+def test_cost_as_json(capsys):
+    (first, *_) = json.loads(said(capsys, "cost", "psum", "--n", "8", "--json"))
+    assert first == {
+        "algorithm": "recursive doubling",
+        "messages": 3,
+        "nbytes": 24,
+        "rounds": 3,
+        "path": 3,
+        "chosen": True,
+    }
+
+
+def test_the_cost_of_every_operator_is_known():
+    functions = {kind.function for kind in operator_classes()} - {"map"}
+    assert functions <= set(FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("psun",), "did you mean psum?"),
+        (("psum", "--n", "0"), "got '0', needed an int of at least 1"),
+        (("psum", "--bytes", "1.5"), "needed a whole number of bytes"),
+        (("psum", "--bytes", "-1"), "--bytes"),
+        (("psum", "--bytes", "nan"), "needed a whole number of bytes"),
+        (("psum", "--n", "4", "--hosts", "5"), "argument --hosts: got 5, needed at most --n, 4"),
+    ],
+)
+def test_cost_of_what_is_not_there(capsys, args, words):
+    try:
+        status = main(["cost", *args])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert words in capsys.readouterr().err
 
 
 # info
@@ -222,14 +306,18 @@ def test_a_wrong_operator_in_json(planted):
 
 
 def test_a_wrong_cost_gives_status_1(capsys, monkeypatch):
-    right = Plan.__dict__["cost"].func
-    wrong = property(lambda plan: (1, 8 * prod(plan.shape)) if plan.kind == "all_reduce" else right(plan))
-    monkeypatch.setattr(Plan, "cost", wrong)
+    right = Plan.costs
+
+    def wrong(plan: Plan, *more) -> Cost:
+        return Cost(1, 8 * prod(plan.shape)) if plan.kind == "all_reduce" else right(plan, *more)
+
+    monkeypatch.setattr(Plan, "costs", wrong)
     assert main(["adjoint", "--mesh", "x=3", "--trials", "1"]) == 1
     out = capsys.readouterr().out
     (row,) = [line for line in out.splitlines() if line.endswith("COST DIFFERS")]
-    assert re.match(r"Sum .* 3 +3 +36 +224  9, 168 +COST DIFFERS$", row), row
-    assert "Sum(axes=('x',)) of (3, 2) on Mesh(x=3): sends 12 messages of" in out
+    # Of three workers, the first gives its block to the second, which exchanges sums with the third, and answers.
+    assert re.match(r"Sum .* 3 +3 +12 +224  9, 168 +COST DIFFERS$", row), row
+    assert "Sum(axes=('x',)) of (3, 2) on Mesh(x=3): sends 4 messages of" in out
     assert main(["adjoint", "--mesh", "x=3", "--trials", "1", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert [row["operator"] for row in rows if not row["passed"]] == ["Sum"]

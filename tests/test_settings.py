@@ -15,7 +15,7 @@ from spmd.errors import MeshError
 from spmd.settings import SETTINGS, setting
 
 GOOD = {
-    "SPMD_TRANSPORT": {"local": "local", "mpi": "mpi", "torch": "torch", "nccl": "nccl"},
+    "SPMD_TRANSPORT": {"local": "local", "mpi": "mpi", "torch": "torch", "nccl": "nccl", "counting": "counting"},
     "SPMD_SCHEDULER": {"auto": "auto", "lockstep": "lockstep", "threads": "threads"},
     "SPMD_DEVICE": {"cpu": "cpu", "cuda": "cuda"},
     "SPMD_TIMEOUT": {"0": 0.0, "1.5": 1.5, "600": 600.0, "1e3": 1000.0},

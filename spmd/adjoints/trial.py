@@ -300,8 +300,10 @@ class Trial(InBody):
         if op is None:
             cost += (0, 0)
         else:
-            x = np.asarray(to_host(xs[0].value))
-            cost += self._bound(op).plan(worker.group(op.axes), x.shape, x.dtype).cost
+            x, group = np.asarray(to_host(xs[0].value)), worker.group(op.axes)
+            per_host, came = worker.comm.members_per_host(group), host_array(outs[0]).nbytes
+            costs = self._bound(op).plan(group, x.shape, x.dtype).costs(per_host, came)
+            cost += costs.messages, costs.nbytes
         numbers = [*products, *squares, *moved, *cost]
         copies = [("result", k, o, "target") for k, o in enumerate(outs)]
         copies += [("cotangent of argument", k, g, "source") for k, g in enumerate(cotangents)]

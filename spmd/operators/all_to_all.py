@@ -48,7 +48,7 @@ class AllToAll(Operator):
     private: ClassVar[tuple[str, ...]] = ("sizes", "joined")
 
     @memoised
-    def _split(self, group: Group, shape: Shape) -> tuple[int, int, list[Any], tuple[int, ...] | None]:
+    def _split(self, group: Group, shape: Shape) -> tuple[int, int, Sequence[Any], tuple[int, ...] | None]:
         """Of a block of this shape: the dimensions, counted from the front, the index of the piece for each member,
         and the lengths of the pieces where it is tiled."""
         split, indices, sizes = split_ways(self, "split_axis", self.split_axis, group, shape, self.tiled, self.sizes)

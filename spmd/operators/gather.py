@@ -70,7 +70,7 @@ class _Split(_Along):
     """A block split over the workers."""
 
     @memoised
-    def split(self, group: Group, shape: Shape) -> tuple[list[Any], _Split]:
+    def split(self, group: Group, shape: Shape) -> tuple[Sequence[Any], _Split]:
         """Of a block of this shape: the index of each member's piece, and this operator with their sizes."""
         argument = "scatter_dimension" if self.function == "psum_scatter" else "axis"
         axis, indices, sizes = split_ways(self, argument, self.axis, group, shape, self.tiled, self.sizes)

@@ -213,7 +213,9 @@ class HaloExchange(Halo):
                 window=None if buffer is None else tuple(window),
             )
             sends = {t: one_index(m.ranges, d) for t, m in pieces.outgoing(k).items()}
-            parts = [sends.get(j) for j in range(line.size)]
+            parts: list[Any] = [None] * line.size
+            for t, index in sends.items():
+                parts[t] = index
             kind = "exchange" if stages[d].moves else "none"
             steps.append(Plan(kind, line, tuple(block), dtype, parts, combine, lambda _: bound))
             block[d] = lengths[d]

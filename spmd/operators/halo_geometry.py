@@ -351,17 +351,31 @@ def dimensions_of(
 
 def _line(axes: tuple[str, ...], sides: Shape, members: Shape, place: int, names: tuple[str, ...]) -> Group:
     """The members of a group along `axes` that differ from the one at `place` along `names` only."""
+    strides = _strides(axes, sides)
+    own = [place // strides[n][0] % strides[n][1] for n in names]
+    first = place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))
+    at = 0
+    for k, n in zip(own, names, strict=True):
+        at = at * strides[n][1] + k
+    return _line_from(axes, sides, members, first, names).of_member(at)
+
+
+@lru_cache(maxsize=1024)
+def _line_from(axes: tuple[str, ...], sides: Shape, members: Shape, first: int, names: tuple[str, ...]) -> Group:
+    """`_line`, as its first member sees it."""
+    strides, places = _strides(axes, sides), [first]
+    for n in names:
+        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
+    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), 0)
+
+
+def _strides(axes: tuple[str, ...], sides: Shape) -> dict[str, tuple[int, int]]:
+    """By axis: by how much places differ along it, and its size."""
     strides, stride = {}, 1
     for name, n in zip(reversed(axes), reversed(sides), strict=True):
         strides[name] = (stride, n)
         stride *= n
-    own = [place // strides[n][0] % strides[n][1] for n in names]
-    places = [place - sum(k * strides[n][0] for k, n in zip(own, names, strict=True))]
-    at = 0
-    for k, n in zip(own, names, strict=True):
-        places = [p + j * strides[n][0] for p in places for j in range(strides[n][1])]
-        at = at * strides[n][1] + k
-    return Group(names, tuple(strides[n][1] for n in names), tuple(members[p] for p in places), at)
+    return strides
 
 
 def whole_piece(pieces: Sequence[Piece], length: int) -> Piece | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -68,11 +68,20 @@ class Permute(Operator):
                 seen.add(k)
         return True
 
+    @cached_property
+    def _partners(self) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """The targets of each source, and the source of each target."""
+        targets: dict[int, list[int]] = {}
+        for source, target in self.perm:
+            targets.setdefault(source, []).append(target)
+        return targets, {target: source for source, target in reversed(self.perm)}
+
     def plan(self, group: Group, shape: Shape, dtype: np.dtype) -> Plan:
-        me = group.index
-        targets = {target for source, target in self.perm if source == me}
-        source = next((source for source, target in self.perm if target == me), None)
-        parts = [... if k in targets else None for k in range(group.size)]
+        targets, sources = self._partners
+        source = sources.get(group.index)
+        parts: list[Any] = [None] * group.size
+        for target in targets.get(group.index, ()):
+            parts[target] = ...
         fill = shape if self.shapes is None else self.shapes[1]
 
         def bind(shapes: Sequence[Any]) -> Permute:
@@ -131,8 +140,13 @@ def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
             mend="spmd.shift(x, axis_name, 1); spmd.ppermute takes any pairs of workers",
         )
     offset = int(offset)
+    return operate(_shifting(names, n, offset, wrap), x, sys._getframe(1))
+
+
+@lru_cache(maxsize=1024)
+def _shifting(names: tuple[str, ...], n: int, offset: int, wrap: bool) -> Permute:
     pairs = tuple((k, (k + offset) % n) for k in range(n) if wrap or 0 <= k + offset < n)
-    return operate(named("shift", Permute, names, pairs), x, sys._getframe(1))
+    return named("shift", Permute, names, pairs)
 
 
 def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):

@@ -309,7 +309,7 @@ class Scatter(_InPieces):
             axis = normal_axis(self.function, "axis", self.axis, len(shapes[self.root]))
             return rebound(self, axis=axis, sizes=sizes)
 
-        return Plan("exchange", group, shape, dtype, parts, Forward(self.root), bind)
+        return Plan("scatter", group, shape, dtype, parts, Forward(self.root), bind, self.root)
 
     @property
     def H(self) -> Operator:
@@ -340,7 +340,7 @@ class Gather(_InPieces):
             return rebound(self, axis=axis, sizes=tuple(s[axis] for s in shapes))
 
         combine = Concatenate(axis, True) if at_root else Forward(None, _NOTHING)
-        return Plan("exchange", group, shape, dtype, parts, combine, bind)
+        return Plan("gather", group, shape, dtype, parts, combine, bind, self.root)
 
     @property
     def H(self) -> Operator:
@@ -424,7 +424,7 @@ def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequ
 
     x: a Rooted value, or a pytree of them. sizes: the lengths of the pieces, one per worker; None: balanced.
     Forward (Rooted -> V): y_k = x_root[piece k]. Adjoint: `gather`, which gives back the value as it was.
-    Cost: n - 1 messages from the root, a piece each.
+    Cost: a message to each worker, down a tree; one more from the root for each large piece.
     Raises LayoutError where the sizes do not add to the length, on all workers.
     """
     names, frame = _names(axis_name, "scatter"), sys._getframe(1)
@@ -444,8 +444,8 @@ def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
 
     x: the block, or a pytree of blocks; they may be uneven in that dimension, or empty.
     Forward (V -> Rooted): y_root = [x_0; x_1; ...]. Adjoint: `scatter` into pieces as they came.
-    Cost: one message to the root from each other worker; and, because all know the shape of a Rooted value, one
-    all-gather of the blocks' shapes: n - 1 messages of 8 bytes per dimension.
+    Cost: one message from each other worker, up a tree, and one more of a large block; and, because all know the shape
+    of a Rooted value, one all-gather of the blocks' shapes, 8 bytes per dimension.
     Raises LayoutError where blocks differ elsewhere, on all workers.
     """
     names, frame = _names(axis_name, "gather"), sys._getframe(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -77,10 +78,17 @@ def normal_axis(function: str, argument: str, axis: int, ndim: int) -> int:
     return int(axis) % ndim
 
 
-def cuts(axis: int, sizes: Sequence[int]) -> list[Any]:
+@lru_cache(maxsize=1024)
+def cuts(axis: int, sizes: tuple[int, ...]) -> tuple[Any, ...]:
     """The index of each piece of what is cut along an axis."""
     before = (slice(None),) * axis
-    return [(*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes))]
+    return tuple((*before, slice(start, stop)) for start, stop in pairwise(offsets(sizes)))
+
+
+@lru_cache(maxsize=1024)
+def _entries(axis: int, n: int) -> tuple[Any, ...]:
+    """The index of each entry along an axis."""
+    return tuple((*(slice(None),) * axis, k, ...) for k in range(n))
 
 
 def split_ways(
@@ -91,7 +99,7 @@ def split_ways(
     shape: Shape,
     tiled: bool,
     sizes: Sequence[int] | None,
-) -> tuple[int, list[Any], tuple[int, ...] | None]:
+) -> tuple[int, Sequence[Any], tuple[int, ...] | None]:
     """How a block of this shape is split over the workers along a dimension, which `argument` names: the dimension,
     counted from the front, the index of each member's piece, and their lengths where it is tiled."""
     axis = normal_axis(op.function, argument, axis, len(shape))
@@ -106,7 +114,7 @@ def split_ways(
             need=f"length {group.size}, one entry per worker",
             mend="tiled=True splits a dimension of any length into blocks",
         )
-    return axis, [(*(slice(None),) * axis, k, ...) for k in range(group.size)], None
+    return axis, _entries(axis, group.size), None
 
 
 def agree(function: str, shapes: Sequence[Shape], axis: int | None) -> None:

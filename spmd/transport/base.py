@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from spmd.settings import setting
+from spmd.transport.algorithms.cost import NOTHING, Cost
 from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.costs import cost_of, cost_of_sums
 from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
-from spmd.transport.plan import NeedsLengths, Plan, RunPlan, all_reduce_cost, part_of
+from spmd.transport.plan import NeedsLengths, Plan, RunPlan, part_of
 
 __all__ = ["Comm", "Transport", "checks_are_on"]
 
@@ -35,7 +37,7 @@ class Comm(ABC):
     read-only. If workers share memory, they are views of the sent blocks, unless those are borrowed.
 
     The public verbs count their cost, in messages and bytes that this worker sends; engines implement the protected
-    ones. The cost is that of the usual algorithm, the same in every transport.
+    ones. The cost is that of the algorithm by which messages would be sent, also where workers share memory.
     """
 
     worker: int
@@ -53,15 +55,37 @@ class Comm(ABC):
         if plan.kind == "none":
             blocks = [part_of(x, part) for part in plan.parts]
             return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
-        self._count_plan(plan, x)
+        if LEDGERS.get():
+            return self._counted_plan(plan, x, self._run(plan, call, x))
         return self._run(plan, call, x)
 
+    def _counted_plan(self, plan: Plan, x: Any, handle: Handle) -> Handle:
+        """Count what is really sent: `plan.costs` must be the same. Where the root alone knows what goes, the others
+        count it once it has come."""
+        if plan.kind not in ("broadcast", "scatter") or plan.group.index == plan.root:
+            self._count_plan(plan, x)
+            return handle
+        return self._counted_at_end(plan.kind, plan.group, plan.dtype, plan.root, handle, lambda result: result[0])
+
     def _count_plan(self, plan: Plan, x: Any) -> None:
-        """Count the bytes that are really sent: `plan.cost` must be the same."""
-        if LEDGERS.get():
-            reduces = plan.kind == "all_reduce"
-            cost = _all_reduce_cost(plan.group, x) if reduces else _parts_cost(plan.group, plan.sends(x))
-            self._count(plan.kind, *cost)
+        in_parts = plan.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange")
+        self._count_verb(plan.kind, plan.group, x, plan.sends(x) if in_parts else None, plan.root)
+
+    def _counted_at_end(
+        self, kind: str, group: Group, dtype: np.dtype, root: int, handle: Handle, block: Callable[[Any], Any]
+    ) -> Handle:
+        """Count what has come from the root. block: gives the block of the result."""
+        count, per_host = self._counter(kind), self.members_per_host(group)
+
+        def counted(result: Any) -> Any:
+            count(cost_of(kind, group, dtype, 0, (), root, per_host, block(result).nbytes))
+            return result
+
+        return Mapped(handle, counted)
+
+    def members_per_host(self, group: Group) -> int:
+        """The number of members of a group on each host, if that is one number: see `choice.members_per_host`."""
+        return 1
 
     def _run(self, plan: Plan, call: Call, x: Any) -> Handle:
         """Run a plan by the verb for its movement. Engines that can combine while receiving override it."""
@@ -84,9 +108,24 @@ class Comm(ABC):
         if kind == "all_to_all":
             handle = self._all_to_all(group, call, [*plan.sends(x).values()])
             return Mapped(handle, lambda blocks: plan.finish(own, blocks))
+        if kind == "gather":
+            handle = self._gather(group, call, x, plan.root)
+            return Mapped(handle, lambda blocks: plan.finish(own, blocks or [None] * group.size))
+        if kind == "scatter":
+            own_parts = [*plan.sends(x).values()] if group.index == plan.root else None
+            nothing = [None] * group.size
+            handle = self._scatter(group, call, own_parts, plan.root)
+            return Mapped(handle, lambda x: plan.finish(own, [*nothing[: plan.root], x, *nothing[plan.root + 1 :]]))
         handle = self._exchange(group, call, plan.sends(x), plan.sources)
         begun = plan.combine.begin(plan, x, call.borrowed)
-        return Mapped(handle, lambda parts: plan.finish(own, [parts.get(k) for k in range(group.size)], begun=begun))
+
+        def finish(parts: Mapping[int, Any]) -> tuple[Any, Any]:
+            blocks: list[Any] = [None] * group.size
+            for k, part in parts.items():
+                blocks[k] = part
+            return plan.finish(own, blocks, begun=begun)
+
+        return Mapped(handle, finish)
 
     def _run_with_lengths(self, needs: NeedsLengths, call: Call, x: Any) -> Handle:
         """Run a plan after the members have learnt the lengths of near blocks."""
@@ -106,17 +145,36 @@ class Comm(ABC):
         """An array of the caller of the map, for this worker to read."""
         return x
 
-    def _count(self, verb: str, messages: int, nbytes: int) -> None:
-        for ledger in LEDGERS.get():
-            ledger.verb(self.worker, verb, messages, nbytes)
+    def _count(self, verb: str, cost: Cost) -> None:
+        self._counter(verb)(cost)
+
+    def _counter(self, verb: str) -> Callable[[Cost], None]:
+        """Counts a use of a verb, in the ledgers that are open now."""
+        ledgers = LEDGERS.get()
+
+        def count(cost: Cost) -> None:
+            for ledger in ledgers:
+                ledger.verb(self.worker, verb, cost.messages, cost.nbytes, cost.rounds)
+
+        return count
+
+    def _count_verb(self, verb: str, group: Group, x: Any, parts: Mapping[int, Any] | None = None, root: int = 0):
+        """Count a verb, called with this block, or these parts by member."""
+        like = x if parts is None else next(iter(parts.values()), x)
+        if like is None:  # nothing comes from here
+            like = np.empty(0, np.uint8)
+        sizes = [None if parts is None or k not in parts else parts[k].size for k in range(group.size)]
+        per_host, size = self.members_per_host(group), 0 if x is None else x.size
+        self._count(verb, cost_of(verb, group, like.dtype, size, sizes, root, per_host))
 
     def all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str = "sum") -> Handle:
         """The entrywise sum (max, min) of all members' blocks of one shape, on every member.
 
-        Cost: 2 (n - 1) messages; each member sends every chunk but its own, then its reduced chunk to all others.
+        Cost: ceil(log2 n) messages of small blocks, and up to one more; of large ones each member sends twice the
+        block at most.
         """
         if LEDGERS.get():
-            self._count("all_reduce", *_all_reduce_cost(group, x))
+            self._count_verb("all_reduce", group, x)
         return self._all_reduce(group, call, x, how)
 
     def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool] = ()) -> Handle:
@@ -125,38 +183,66 @@ class Comm(ABC):
         spare: for each block, whether this call has the only reference, so that its sum may overwrite it.
         """
         if LEDGERS.get():
-            self._count("all_reduce", *_all_reduce_cost(group, *xs))
+            shapes = [x.shape for x in xs]
+            dtype = np.dtype(xs[0].dtype if xs else np.uint8)
+            self._count("all_reduce", cost_of_sums(group, dtype, shapes, self.members_per_host(group)))
         return self._all_reduce_many(group, call, xs, spare or [False] * len(xs))
 
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        """parts[k] goes to member k, which gets the sum of what all sent it. Cost: n - 1 messages."""
+        """parts[k] goes to member k, which gets the sum of what all sent it. Cost: as many bytes as the other parts
+        have."""
         if LEDGERS.get():
-            self._count("reduce_scatter", *_parts_cost(group, dict(enumerate(parts))))
+            self._count_verb("reduce_scatter", group, None, dict(enumerate(parts)))
         return self._reduce_scatter(group, call, parts)
 
     def all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
-        """All members' blocks, as a list; shapes may differ. Cost: n - 1 messages of the own block."""
+        """All members' blocks, as a list; shapes may differ. Cost: ceil(log2 n) messages, n - 1 more of a large
+        block."""
         if LEDGERS.get():
-            self._count("all_gather", *_parts_cost(group, dict.fromkeys(range(group.size), x)))
+            self._count_verb("all_gather", group, x)
         return self._all_gather(group, call, x)
 
     def all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
-        """parts[k] goes to member k; the result lists what each member sent here. Cost: n - 1 messages."""
+        """parts[k] goes to member k; the result lists what each member sent here. Cost: ceil(log2 n) messages, and one
+        for each large part."""
         if LEDGERS.get():
-            self._count("all_to_all", *_parts_cost(group, dict(enumerate(parts))))
+            self._count_verb("all_to_all", group, None, dict(enumerate(parts)))
         return self._all_to_all(group, call, parts)
 
     def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
-        """The root's block, on every member (others pass None). Cost: n - 1 messages, sent by the root."""
-        if LEDGERS.get():
-            self._count("broadcast", *_parts_cost(group, {} if x is None else dict.fromkeys(range(group.size), x)))
-        return self._broadcast(group, call, x, root)
+        """The root's block, on every member (others pass None). Cost: ceil(log2 n) messages of the root; large blocks
+        go in chunks, first down a tree and then around."""
+        handle = self._broadcast(group, call, x, root)
+        return self._counted_from_root("broadcast", group, call, handle, x, None, root) if LEDGERS.get() else handle
 
     def reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
-        """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member."""
+        """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member; of large blocks
+        each member sends one chunk to each other."""
         if LEDGERS.get():
-            self._count("reduce", *_parts_cost(group, {root: x}))
+            self._count_verb("reduce", group, x, root=root)
         return self._reduce(group, call, x, root)
+
+    def gather(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
+        """All members' blocks, as a list, at the root; None elsewhere. Shapes may differ. Cost: one message from each
+        other member, up a tree; one more of a large block."""
+        if LEDGERS.get():
+            self._count_verb("gather", group, x, root=root)
+        return self._gather(group, call, x, root)
+
+    def scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray] | None, root: int) -> Handle:
+        """parts[k] of the root's goes to member k; others pass None. Cost: ceil(log2 n) messages of the root, and one
+        for each large part."""
+        handle = self._scatter(group, call, parts, root)
+        return self._counted_from_root("scatter", group, call, handle, None, parts, root) if LEDGERS.get() else handle
+
+    def _counted_from_root(
+        self, kind: str, group: Group, call: Call, handle: Handle, x: Any, parts: Sequence[Any] | None, root: int
+    ) -> Handle:
+        """Count what comes from the root: there at once, elsewhere when it has come."""
+        if group.index == root:
+            self._count_verb(kind, group, x, None if parts is None else dict(enumerate(parts)), root)
+            return handle
+        return self._counted_at_end(kind, group, np.dtype(call.dtype), root, handle, lambda block: block)
 
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
         """sends[k] goes to member k; the result maps the sources, the members that send here, to what they sent.
@@ -164,18 +250,19 @@ class Comm(ABC):
         Cost: a message per send to another.
         """
         if LEDGERS.get():
-            self._count("exchange", *_parts_cost(group, sends))
+            self._count_verb("exchange", group, None, sends)
         return self._exchange(group, call, sends, sources)
 
     def shapes(self, group: Group, call: Call) -> Handle:
-        """The shapes of all members' blocks, as a list. They travel with the calls: no message, no bytes."""
-        self._count("shapes", 0, 0)
+        """The shapes of all members' blocks, as a list. Cost: ceil(log2 n) messages, which ledgers do not count: a
+        line that calls it again knows the shapes."""
+        self._count("shapes", NOTHING)
         return self._shapes(group, call)
 
     def lengths(self, group: Group, call: Call, near: Near) -> Handle:
         """The lengths of all members' blocks in one dimension, as a tuple. Those that do not matter may be `near.far`:
         where members meet by messages, each learns the others from its neighbours."""
-        self._count("shapes", 0, 0)
+        self._count("shapes", NOTHING)
         return self._lengths(group, call, near)
 
     def _lengths(self, group: Group, call: Call, near: Near) -> Handle:
@@ -205,20 +292,19 @@ class Comm(ABC):
     @abstractmethod
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle: ...
 
+    def _gather(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
+        sources = range(group.size) if group.index == root else ()
+        handle = self._exchange(group, call, {root: x}, sources)
+        return Mapped(handle, lambda blocks: [blocks[k] for k in sources] or None)
+
+    def _scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray] | None, root: int) -> Handle:
+        handle = self._exchange(group, call, dict(enumerate(parts or ())), (root,))
+        return Mapped(handle, lambda blocks: blocks[root])
+
     @abstractmethod
     def _exchange(
         self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]
     ) -> Handle: ...
-
-
-def _all_reduce_cost(group: Group, *xs: np.ndarray) -> tuple[int, int]:
-    return all_reduce_cost(group, sum(x.size for x in xs), xs[0].itemsize if xs else 0)
-
-
-def _parts_cost(group: Group, parts: Mapping[int, np.ndarray]) -> tuple[int, int]:
-    """Messages and bytes that this member sends to the others."""
-    others = [x.nbytes for k, x in parts.items() if k != group.index]
-    return len(others), sum(others)
 
 
 class Transport(ABC):

@@ -40,7 +40,7 @@ class Observer(Protocol):
 
     def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None: ...
 
-    def verb(self, worker: int, verb: str, messages: int, nbytes: int) -> None: ...
+    def verb(self, worker: int, verb: str, messages: int, nbytes: int, rounds: int = 0) -> None: ...
 
 
 LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=())
@@ -72,7 +72,11 @@ class Group:
 
     def of_member(self, k: int) -> Group:
         """The same group, as its member k sees it."""
-        return self if k == self.index else Group(self.axes, self.dims, self.members, k)
+        if k == self.index:
+            return self
+        other = copy(self)
+        other.index = k
+        return other
 
 
 class Call:

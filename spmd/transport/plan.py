@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -20,9 +20,11 @@ from spmd.device import COPIED, contiguous, copied, joined, owned, stacked, zero
 from spmd.kernels.cpu.moves import joiner, places, small_fold
 from spmd.kernels.memory import pool
 from spmd.kernels.parallel import split_work
-from spmd.layout import Box, block_sizes, offsets
+from spmd.layout import Box, offsets
+from spmd.transport.algorithms.cost import NOTHING, Cost
 from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import Group, Shape
+from spmd.transport.costs import cost_of
 from spmd.transport.handles import read_only
 
 __all__ = [
@@ -38,7 +40,6 @@ __all__ = [
     "Plans",
     "Reduce",
     "RunPlan",
-    "all_reduce_cost",
     "part_of",
     "to_all",
 ]
@@ -53,14 +54,18 @@ Make = Callable[..., Any]
 """make(x, blocks, fresh=True, begun=None) gives the new block of the own block x and of what came from each member.
 fresh: never in the memory of what came. begun: what `Combine.begin` has given."""
 
-Kind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "exchange"]
-
-
-def all_reduce_cost(group: Group, size: int, itemsize: int) -> tuple[int, int]:
-    """Messages and bytes that a member sends in an all-reduce: a reduce-scatter, then an all-gather, of chunks."""
-    n = group.size
-    own = block_sizes(size, n)[group.index]
-    return (2 * (n - 1), (size - own + own * (n - 1)) * itemsize) if n > 1 else (0, 0)
+Kind = Literal[
+    "none",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "exchange",
+]
 
 
 def part_of(x: Any, part: Part) -> Any:
@@ -120,8 +125,8 @@ class Plan:
     kind: the movement; "exchange" is any set of messages, "none" moves nothing. group: who takes part, and which member
     this is. shape, dtype: those of its block. parts: for each member the part of the block that it gets. combine: how
     the new block is made. bind: gives, of the shapes that come, the operator bound to them. root: the member from which
-    a broadcast comes, and to which a reduction goes. assumed_lengths: (d, lengths) where the plan holds only if the
-    members' blocks have these lengths in dimension d.
+    a broadcast or a scatter comes, and to which a reduction or a gather goes. assumed_lengths: (d, lengths) where the
+    plan holds only if the members' blocks have these lengths in dimension d.
     """
 
     kind: Kind
@@ -160,7 +165,7 @@ class Plan:
     def hands_over(self) -> bool:
         """Whether others may take parts of the block as they are."""
         moves = any(part is not None for k, part in enumerate(self.parts) if k != self.group.index)
-        return moves and self.kind in ("broadcast", "exchange") and type(self.combine) is Forward
+        return moves and self.kind in ("broadcast", "gather", "scatter", "exchange") and type(self.combine) is Forward
 
     @property
     def copy_free(self) -> bool:
@@ -212,15 +217,21 @@ class Plan:
 
     @cached_property
     def cost(self) -> tuple[int, int]:
-        """The messages and bytes that this member sends, by the usual algorithm for this kind of movement."""
-        me, size = self.group.index, prod(self.shape)
-        if self.kind == "none":
-            return 0, 0
-        if self.kind == "all_reduce":
-            return all_reduce_cost(self.group, size, self.dtype.itemsize)
+        """The messages and bytes that this member sends, on one host, if all members' blocks are as large as this one.
+
+        Where only the root knows what goes: if that is nothing.
+        """
+        costs = self.costs()
+        return costs.messages, costs.nbytes
+
+    def costs(self, per_host: int = 1, came: int = 0) -> Cost:
+        """What this member sends. per_host: the members on each host, by `choice.members_per_host`. came: the bytes of
+        the result, where only the root knew what goes."""
         block = np.broadcast_to(np.zeros((), self.dtype), self.shape)
-        others = [part for k, part in enumerate(self.parts) if k != me and part is not None]
-        return len(others), sum(size * self.dtype.itemsize if p is ... else part_of(block, p).nbytes for p in others)
+        needs_parts = self.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange")
+        size, parts = block.size, self.parts if needs_parts else ()
+        entries = [None if p is None else size if p is ... else part_of(block, p).size for p in parts]
+        return cost_of(self.kind, self.group, self.dtype, size, entries, self.root, per_host, came)
 
     def __str__(self) -> str:
         axes = ", ".join(self.group.axes) or "no axis"
@@ -261,8 +272,12 @@ class Plans:
     @property
     def cost(self) -> tuple[int, int]:
         """The messages and bytes that this member sends."""
-        costs = [plan.cost for plan in self.steps]
-        return sum(messages for messages, _ in costs), sum(nbytes for _, nbytes in costs)
+        costs = self.costs()
+        return costs.messages, costs.nbytes
+
+    def costs(self, per_host: int = 1, came: int = 0) -> Cost:
+        """What this member sends: see `Plan.costs`."""
+        return sum((plan.costs(per_host, came) for plan in self.steps), NOTHING)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.steps)) or "nothing moves"
@@ -301,7 +316,12 @@ def _described_index(index: Any) -> str:
 
 def to_all(group: Group) -> tuple[Part, ...]:
     """The parts where the whole block goes to every member."""
-    return (...,) * group.size
+    return _times(group.size)
+
+
+@lru_cache(maxsize=64)
+def _times(n: int) -> tuple[Part, ...]:
+    return (...,) * n
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["DOUBLING_MAX", "INLINE_MAX", "TREE_MAX", "all_reduce", "forced", "members_per_host", "reduce"]
+__all__ = [
+    "DOUBLING_MAX",
+    "INLINE_MAX",
+    "SEPARATE_MIN",
+    "TREE_MAX",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "forced",
+    "gather",
+    "members_per_host",
+    "possible",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 DOUBLING_MAX = 1 << 15
 """Bytes up to which blocks are reduced whole, in about log2 n rounds."""
@@ -12,6 +27,9 @@ INLINE_MAX = 1 << 13
 """Bytes up to which a block goes with what describes it, by way of other members; larger ones then go directly."""
 TREE_MAX = 1 << 16
 """Bytes up to which a broadcast sends whole blocks down a tree."""
+
+SEPARATE_MIN = 1 << 18
+"""Of several blocks that are summed at once, those of at least this many bytes go by themselves; the rest is packed."""
 
 _forced: dict[str, str] = {}
 """By kind of collective: the algorithm that tests prescribe."""
@@ -37,7 +55,8 @@ def _power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-def _possible(algorithm: str, n: int, per_host: int) -> bool:
+def possible(algorithm: str, n: int, per_host: int = 1) -> bool:
+    """Whether an all-reduce of n members, `per_host` of them on each host, can use an algorithm."""
     between = algorithm.removeprefix("two levels, ")
     if between != algorithm and not 1 < per_host < n:
         return False
@@ -47,7 +66,7 @@ def _possible(algorithm: str, n: int, per_host: int) -> bool:
 def all_reduce(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> str:
     """The algorithm of an all-reduce. short: whether partial sums have longer entries than the blocks."""
     prescribed = _forced.get("all_reduce")
-    if prescribed is not None and _possible(prescribed, n, per_host):
+    if prescribed is not None and possible(prescribed, n, per_host):
         return prescribed
     if n <= 2 or nbytes <= DOUBLING_MAX:
         return "recursive doubling"
@@ -83,3 +102,13 @@ def all_to_all(n: int) -> str:
 def all_gather(n: int) -> str:
     """The algorithm by which small blocks of an all-gather go."""
     return _forced.get("all_gather") or "Bruck"
+
+
+def gather() -> str:
+    """The algorithm by which small blocks of a gather go."""
+    return _forced.get("gather") or "binomial tree"
+
+
+def scatter() -> str:
+    """The algorithm by which small parts of a scatter go."""
+    return _forced.get("scatter") or "binomial tree"

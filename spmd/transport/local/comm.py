@@ -12,6 +12,7 @@ import numpy as np
 from spmd import kernels
 from spmd.device import copied
 from spmd.kernels.parallel import split_work
+from spmd.transport.algorithms.cost import NOTHING
 from spmd.transport.call import LEDGERS, Call, Group
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
@@ -100,7 +101,7 @@ class LocalComm(Participant):
         def take(m: Rendezvous) -> Any:
             plan, _ = m.result[group.index]
             if LEDGERS.get():
-                self._count("shapes", 0, 0)
+                self._count("shapes", NOTHING)
                 if plan.kind != "none":
                     self._count_plan(plan, x)
             if plan.kind == "none":

@@ -13,6 +13,7 @@ from spmd import kernels
 from spmd.device import joined, put
 from spmd.kernels.memory import nontemporal
 from spmd.layout import block_sizes, offsets
+from spmd.transport.algorithms.choice import SEPARATE_MIN
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.processes.announce import HeaderComm, read_only_buffer
@@ -20,8 +21,6 @@ from spmd.transport.processes.channel import bytes_of, pieces
 
 __all__ = ["AllReduceComm"]
 
-_SEPARATE_MIN = 1 << 18
-"""Of several blocks, those of at least this many bytes are sent separately; smaller ones are packed together."""
 _WHOLE_MAX = 1 << 15
 """Bytes up to which an all-reduce sends whole blocks to everyone: one message time instead of two."""
 
@@ -130,8 +129,8 @@ class AllReduceComm(HeaderComm):
         if group.size == 1 or not xs:
             return Done([read_only(x) for x in xs])
         by_messages = self.transport.groups.calls_of(group, call) is not None
-        small = [k for k, x in enumerate(xs) if x.nbytes < _SEPARATE_MIN]
-        large = [k for k, x in enumerate(xs) if x.nbytes >= _SEPARATE_MIN]
+        small = [k for k, x in enumerate(xs) if x.nbytes < SEPARATE_MIN]
+        large = [k for k, x in enumerate(xs) if x.nbytes >= SEPARATE_MIN]
         blocks = [xs[k] for k in large]
         if small:
             blocks.append(joined([xs[k].reshape(-1) for k in small], 0))

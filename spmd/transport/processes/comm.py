@@ -43,6 +43,9 @@ class ProcessComm(AllReduceComm):
         """The most bytes of a block that may go by way of other members."""
         return inf
 
+    def members_per_host(self, group: Group) -> int:
+        return self.transport.groups.members_per_host(group)
+
     def share(self, group: Group, call: Call, own: str, number: int = 0) -> tuple[list[str], int]:
         """A text of each member, and the sum of their numbers, modulo 2**64. Not counted by the ledger.
 
@@ -273,6 +276,14 @@ class ProcessComm(AllReduceComm):
             return read_only(total) if into is None else read_only_buffer(into.base, total)
 
         return self._pending(requests, (send, others), finish)
+
+    def _gather(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
+        run = self.begin_messages(group, call) if group.size > 1 else None
+        return super()._gather(group, call, x, root) if run is None else self.messages.gather(run, x, root)
+
+    def _scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray] | None, root: int) -> Handle:
+        run = self.begin_messages(group, call) if group.size > 1 else None
+        return super()._scatter(group, call, parts, root) if run is None else self.messages.scatter(run, parts, root)
 
     def _exchange(
         self,

@@ -111,7 +111,7 @@ def _through_the_host(name: str) -> Callable[..., Handle]:
 
 VERBS = (
     *("_all_reduce", "_all_reduce_many", "_reduce_scatter", "_all_gather", "_all_to_all"),
-    *("_broadcast", "_reduce", "_exchange"),
+    *("_broadcast", "_reduce", "_gather", "_scatter", "_exchange"),
 )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from spmd.device import Adjoining, copied, joined, put
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import block_sizes, offsets
-from spmd.transport.algorithms import choice, reductions, routing
+from spmd.transport.algorithms import choice, phases, reductions
 from spmd.transport.algorithms.neighbours import Near, NearLengths
 from spmd.transport.algorithms.schedule import Schedule, Span
 from spmd.transport.call import Shape
@@ -106,14 +106,13 @@ class Messages:
 
     def all_reduce(self, run: Running, x: Any, how: str) -> Handle:
         n, me = run.group.size, run.group.index
-        per_host = self.comm.transport.groups.members_per_host(run.group)
-        name = choice.all_reduce(n, x.nbytes, per_host, accurate(x.dtype) != x.dtype)
-        schedule = reductions.all_reduce(name, n, me, per_host if name.startswith("two") else 1)
+        per_host = self.comm.members_per_host(run.group)
+        schedule = phases.all_reduce(n, me, x.nbytes, per_host, accurate(x.dtype) != x.dtype)
         return self._reduce_flat(run, schedule, x, how, (0, schedule.chunks))
 
     def reduce(self, run: Running, x: Any, root: int) -> Handle:
         n, me = run.group.size, run.group.index
-        schedule = reductions.reduce(choice.reduce(n, x.nbytes), n, me, root)
+        schedule = phases.reduce(n, me, root, x.nbytes)
         return self._reduce_flat(run, schedule, x, "sum", (0, schedule.chunks) if me == root else None, ())
 
     def _reduce_flat(
@@ -135,9 +134,8 @@ class Messages:
 
     def reduce_scatter(self, run: Running, parts: Sequence[Any]) -> Handle:
         n, me = run.group.size, run.group.index
-        name = choice.reduce_scatter(n, sum(p.nbytes for p in parts))
-        schedule = reductions.reduce_scatter(name, n, me)
-        order = reductions.packed_order(n) if name == "halving" else range(n)
+        schedule = phases.reduce_scatter(n, me, sum(p.nbytes for p in parts))
+        order = reductions.packed_order(n) if schedule.algorithm == "halving" else range(n)
         own, flat = parts[me], [bytes_of(parts[k]).view(parts[k].dtype) for k in order]
         place = order.index(me)
 
@@ -184,7 +182,7 @@ class Messages:
         other."""
         if run.call.needs_grad is None:
             return
-        for step in reductions.all_reduce("recursive doubling", run.group.size, run.group.index).rounds:
+        for step in phases.agreement(run.group.size, run.group.index).rounds:
             for transfer in step.sends:
                 run.send(transfer.peer, b"", b"")
             for transfer in step.receives:
@@ -194,7 +192,7 @@ class Messages:
         """The blocks of all members, as a list."""
         n, me, dtype = run.group.size, run.group.index, x.dtype
         items = {me: self._item(run, x)}
-        schedule = routing.all_gather(choice.all_gather(n), n, me)
+        schedule = phases.all_gather(n, me)
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
@@ -214,13 +212,60 @@ class Messages:
 
         return run.start(steps())
 
+    def gather(self, run: Running, x: Any, root: int) -> Handle:
+        """The blocks of all members, as a list, at the root; None elsewhere."""
+        n, me, dtype = run.group.size, run.group.index, x.dtype
+        items = {me: self._item(run, x)}
+        schedule = phases.gather(n, me, root)
+
+        def steps() -> Steps:
+            yield from self._route(run, schedule, items, dtype.itemsize)
+            if me != root:
+                self._move(run, {root: bytes_of(x)} if items[me].data is None else {}, {})
+                self._agree_on_gradients(run)
+                return None
+            shapes = [items[k].shape or () for k in range(n)]
+            counts = [prod(s) * dtype.itemsize for s in shapes]
+            buffer = self.comm.empty_buffer(sum(counts), run.call, x)
+            places = pieces(buffer, counts)
+            put(places[me], bytes_of(x))
+            for k in _others(n, me):
+                if items[k].data is not None:
+                    put(places[k], items[k].data)
+            self._move(run, {}, {k: places[k] for k in _others(n, me) if items[k].data is None})
+            self._agree_on_gradients(run)
+            return split(read_only(buffer), shapes, dtype)
+
+        return run.start(steps())
+
+    def scatter(self, run: Running, parts: Sequence[Any] | None, root: int) -> Handle:
+        """parts[me], of what the root brings; others bring None."""
+        n, me, dtype = run.group.size, run.group.index, np.dtype(run.call.dtype)
+        items = {} if parts is None else {k: self._item(run, part) for k, part in enumerate(parts)}
+        schedule = phases.scatter(n, me, root)
+
+        def steps() -> Steps:
+            yield from self._route(run, schedule, items, dtype.itemsize)
+            if parts is not None:
+                self._move(run, {k: bytes_of(parts[k]) for k in _others(n, me) if items[k].data is None}, {})
+                self._agree_on_gradients(run)
+                return read_only(parts[me])
+            shape, buffer = items[me].shape or (), items[me].data
+            if buffer is None:
+                buffer = self.comm.empty_buffer(prod(shape) * dtype.itemsize, run.call, None)
+                self._move(run, {}, {root: buffer})
+            self._agree_on_gradients(run)
+            return sealed(buffer.view(dtype).reshape(shape))
+
+        return run.start(steps())
+
     def shapes(self, run: Running, shape: Shape) -> Handle:
         """The shapes of all members' blocks."""
         n, me = run.group.size, run.group.index
         items = {me: _Item.of(run.call.op, shape, None)}
 
         def steps() -> Steps:
-            yield from self._route(run, routing.all_gather("Bruck", n, me), items, 0)
+            yield from self._route(run, phases.shapes(n, me), items, 0)
             return [items[k].shape for k in range(n)]
 
         return run.start(steps())
@@ -248,7 +293,7 @@ class Messages:
         items = {(me, k): _Item.of(run.call.op, shape, None) for k, shape in enumerate(shapes)}
 
         def steps() -> Steps:
-            yield from self._route(run, routing.all_to_all(choice.all_to_all(n), n, me), items, 0)
+            yield from self._route(run, phases.meet(n, me), items, 0)
             return [items[k, me].shape for k in range(n)]
 
         return run.start(steps())
@@ -257,7 +302,7 @@ class Messages:
         """What each member sends here, as a list."""
         n, me, dtype = run.group.size, run.group.index, parts[0].dtype
         items = {(me, k): self._item(run, part) for k, part in enumerate(parts)}
-        schedule = routing.all_to_all(choice.all_to_all(n), n, me)
+        schedule = phases.all_to_all(n, me)
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
@@ -284,7 +329,7 @@ class Messages:
         if x is not None:
             small = x.nbytes <= min(choice.TREE_MAX, self.comm.message_limit(run.call, x))
             items[0] = _Item.of(run.call.op, x.shape, bytes_of(x) if small else None)
-        schedule = routing.broadcast("binomial tree", n, me, root)
+        schedule = phases.broadcast(n, me, root)
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
@@ -305,7 +350,7 @@ class Messages:
     def _spread(self, run: Running, buffer: Any, root: int) -> None:
         """Send a large block from the root to all: chunks by a tree, then all chunks around."""
         n, me = run.group.size, run.group.index
-        schedule = routing.broadcast("scatter and all-gather" if n > 3 else "binomial tree", n, me, root)
+        schedule = phases.spread(n, me, root)
         ends = offsets(block_sizes(buffer.nbytes, schedule.chunks))
 
         def place(items: Any) -> Any:
@@ -369,7 +414,7 @@ class Messages:
     def agree(self, run: Running, own: str, number: int) -> Handle:
         """The texts of all members, [[how many members on end have it, text], ...], and the sum of their numbers,
         modulo 2**64. Equal texts are sent once."""
-        schedule = reductions.all_reduce("recursive doubling", run.group.size, run.group.index)
+        schedule = phases.agreement(run.group.size, run.group.index)
 
         def steps() -> Steps:
             runs, total, begun = [[1, own]], number, False

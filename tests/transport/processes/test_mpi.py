@@ -34,6 +34,16 @@ def test_a_mesh_of_another_size_than_the_world_is_an_error(python):
     assert 'mpiexec -n 3", or Mesh(..., transport="local")' in ended.stderr
 
 
+@pytest.mark.parametrize("n", [2, 5])
+def test_the_ledger_counts_what_is_sent(python, n):
+    assert ended_well("counted.py", python=python, n=n, SPMD_CHECK="0") == "counted\n"
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_gather_and_scatter(python, check):
+    assert ended_well("rooted.py", python=python, n=5, SPMD_CHECK=check) == "rooted\n"
+
+
 @pytest.mark.both
 def test_the_transport_follows_the_launcher_and_the_variables(python):
     assert ended_well("plain.py", python=python) == "mpi 6.0 True\n"
