@@ -102,7 +102,8 @@ class GlooLink(Link):
 
     def receive(self) -> Posted:
         posted = self.posted
-        self.incoming, self.next = self.next, self.incoming
+        memory, self.next = self.next, self.incoming
+        self.receive_into(memory)
         self.posted = self._post_receive()
         return posted
 

@@ -9,6 +9,7 @@ makes the same calls, and members that exchange nothing send each other nothing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,9 @@ __all__ = ["PACKET_NBYTES", "ROOM", "Link", "Parcel"]
 
 PACKET_NBYTES = 1024
 """Bytes of a packet, at most."""
-_AT = 32
-"""Bytes of the four words."""
+_WORDS = Struct("=QQQQ")
+"""The four words."""
+_AT = _WORDS.size
 ROOM = PACKET_NBYTES - _AT
 """Bytes of head and data that a packet holds, at most."""
 _NEEDS_GRAD = 1 << 40
@@ -47,24 +49,30 @@ class Parcel(NamedTuple):
 class Link(ABC):
     """The messages between this process and one other member of a channel.
 
-    peer: the place of that member in the channel. outgoing, incoming: the memory of packets. early: what came of
-    collectives whose turn has not come, by their number.
+    peer: the place of that member in the channel. outgoing, incoming: the memory of packets; outgoing_bytes,
+    incoming_bytes: as bytes. early: what came of collectives whose turn has not come, by their number. unread: whether
+    a packet has come at which nobody has looked.
     """
 
-    __slots__ = ("early", "incoming", "outgoing", "outgoing_bytes", "outgoing_words", "peer")
+    __slots__ = ("early", "incoming", "incoming_bytes", "outgoing", "outgoing_bytes", "peer", "unread")
 
     def __init__(self, peer: int):
         self.peer = peer
-        self.incoming = np.zeros(PACKET_NBYTES // 8, np.uint64)
         self.early: dict[int, list[Any]] = {}
+        self.unread = False
         self.new_outgoing()
+        self.receive_into(np.zeros(PACKET_NBYTES // 8, np.uint64))
 
     def new_outgoing(self) -> None:
         """Write the next packets to other memory: a packet is still being sent from that of before."""
         self.outgoing = np.zeros(PACKET_NBYTES // 8, np.uint64)
         # Memoryviews take a third of the time of arrays.
-        self.outgoing_words: Any = self.outgoing.data
         self.outgoing_bytes: Any = self.outgoing.view(np.uint8).data
+
+    def receive_into(self, memory: np.ndarray) -> None:
+        """The next packet comes to this memory."""
+        self.incoming = memory
+        self.incoming_bytes: Any = memory.view(np.uint8).data
 
     def send(
         self, name: int, number: int, needs_grad: bool, head: bytes, data: bytes | None, nbytes: int
@@ -72,38 +80,46 @@ class Link(ABC):
         """Send a packet. data: None where they are to follow the packet, whatever their length. The result says whether
         head and data are in it. What is not has to follow, the head first."""
         self.prepare()
-        length, at = len(head), _AT
+        length = len(head)
         has_head = length <= ROOM
-        has_data = data is not None and length + nbytes <= ROOM
-        words = self.outgoing_words
-        words[0], words[1] = name, number
-        words[2] = length + _NEEDS_GRAD * needs_grad + _FOLLOWS * (not has_data)
-        words[3] = nbytes
-        if has_head and length:
-            self.outgoing_bytes[at : at + length] = head
-            at += length
-        if has_data and nbytes:
-            self.outgoing_bytes[at : at + nbytes] = data
-            at += nbytes
-        self.post(at)
+        inline = data if data is not None and length + nbytes <= ROOM else None
+        has_data = inline is not None
+        flags = length + _NEEDS_GRAD * needs_grad + _FOLLOWS * (not has_data)
+        text = _WORDS.pack(name, number, flags, nbytes)
+        if has_head:
+            text += head
+        if inline is not None:
+            text += inline
+        end = len(text)
+        self.outgoing_bytes[:end] = text
+        self.post(end)
         return has_head, has_data
 
     def parcel(self) -> Parcel:
         """The packet that has come."""
-        words = self.incoming.data
-        flags, nbytes = words[2], words[3]
+        text = self.incoming_bytes
+        name, number, flags, nbytes = _WORDS.unpack_from(text)
         length = flags & _LENGTH
         has_head, has_data = length <= ROOM, not flags & _FOLLOWS
-        text, end = self.incoming.view(np.uint8).data, _AT + length
+        end = _AT + length
         return Parcel(
-            words[0],
-            words[1],
+            name,
+            number,
             bool(flags & _NEEDS_GRAD),
             bytes(text[_AT:end]) if has_head else None,
             bytes(text[end : end + nbytes]) if has_data else None,
             length,
             nbytes,
         )
+
+    def holds(self, name: int, number: int, head: bytes, nbytes: int) -> bool:
+        """Whether the packet that has come has this name and number, and holds this head and so many bytes of data."""
+        text, length = self.incoming_bytes, len(head)
+        return _WORDS.unpack_from(text) == (name, number, length, nbytes) and text[_AT : _AT + length] == head
+
+    def view(self, head: bytes, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The data behind this head in the packet that has come: valid until the next one is received."""
+        return np.ndarray(shape, dtype, self.incoming_bytes, _AT + len(head))
 
     @abstractmethod
     def prepare(self) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.device import owned
 from spmd.kernels.cpu.moves import small_fold
 from spmd.transport.algorithms import choice, reductions
-from spmd.transport.call import Call
+from spmd.transport.call import Call, Shape
+from spmd.transport.handles import read_only
 from spmd.transport.plan import Completion, Plan, RunPlan, part_of
 from spmd.transport.processes.announce import HeaderComm
 from spmd.transport.processes.headers import pack_header
@@ -20,9 +22,6 @@ from spmd.transport.processes.links import ROOM
 from spmd.transport.processes.running import Running
 
 __all__ = ["RepeatedExchange", "RepeatedReduction", "repeated_messages"]
-
-_SHAPES_MAX = 8
-"""Combinations of shapes that come for which an exchange remembers how they are combined."""
 
 
 def repeated_messages(call: Call, plan: Plan, x: np.ndarray) -> Any:
@@ -84,16 +83,19 @@ class RepeatedReduction:
             if to is not None:
                 run.send(to, b"", total)
             if source is not None:
-                other = run.take(source).data.view(self.dtype)
-                total = other if not merge else fold(other, total) if merge == "before" else fold(total, other)
-        return total.reshape(self.shape), self.bound
+                other = run.view(source, b"", total.shape, self.dtype)
+                if other is None:
+                    other = run.take(source).data.view(self.dtype)
+                total = owned(other) if not merge else fold(other, total) if merge == "before" else fold(total, other)
+        return read_only(total.reshape(self.shape)), self.bound
 
 
 class RepeatedExchange:
     """An exchange of small parts of blocks of one shape. sends: the members that get a part, what describes it, and the
-    part. sources: the members from which parts come."""
+    part. sources: the members from which parts come. latest: what described these parts in the latest call, their
+    shapes, and how they were combined."""
 
-    __slots__ = ("call", "completions", "dtype", "own_part", "plan", "sends", "sources")
+    __slots__ = ("call", "dtype", "latest", "own_part", "plan", "sends", "sources")
 
     def __init__(self, call: Call, plan: Plan, x: np.ndarray):
         self.call, self.plan, self.dtype = call, plan, x.dtype
@@ -105,7 +107,7 @@ class RepeatedExchange:
         ]
         self.sources = [k for k in sorted(plan.sources) if k != me]
         self.own_part = plan.parts[me]
-        self.completions: dict[tuple[bytes, ...], tuple[Completion, list[Any]]] = {}
+        self.latest: tuple[list[tuple[int, bytes, Shape]], Completion | None] = [], None
 
     def __call__(self, comm: HeaderComm, x: np.ndarray, general_run: RunPlan) -> tuple[Any, Any]:
         """The new block, and the bound operator."""
@@ -114,24 +116,23 @@ class RepeatedExchange:
             return general_run(comm, x)
         for k, head, part in self.sends:
             run.send(k, head, x if part is ... else x[part])
-        arrived = [run.take(k) for k in self.sources]
-        run.finish_receives()
-        heads = tuple([a.head for a in arrived])
-        completion, shapes = self.completions.get(heads) or self._complete(heads, x)
-        blocks: list[Any] = [None] * len(shapes)
-        for k, a in zip(self.sources, arrived, strict=True):
-            blocks[k] = a.data.view(self.dtype).reshape(shapes[k])
+        blocks: list[Any] = [None] * self.plan.group.size
         if self.own_part is not None:
             blocks[self.plan.group.index] = part_of(x, self.own_part)
-        return completion.make(x, blocks), completion.bound
-
-    def _complete(self, heads: tuple[bytes, ...], x: np.ndarray) -> tuple[Completion, list[Any]]:
-        shapes: list[Any] = [None] * self.plan.group.size
-        for k, head in zip(self.sources, heads, strict=True):
-            shapes[k] = tuple(np.frombuffer(head, np.int64)[1:].tolist())
-        if self.own_part is not None:
-            shapes[self.plan.group.index] = part_of(x, self.own_part).shape
-        if len(self.completions) >= _SHAPES_MAX:
-            self.completions.clear()
-        found = self.completions[heads] = self.plan.complete_repeated(shapes), shapes
-        return found
+        heads, completion = self.latest
+        if completion is not None:
+            for k, head, shape in heads:
+                blocks[k] = run.view(k, head, shape, self.dtype)
+                if blocks[k] is None:
+                    break
+            else:
+                return completion.make(x, blocks), completion.bound
+        arrived = {k: run.take(k) for k in self.sources if blocks[k] is None}
+        run.finish_receives()
+        for k, a in arrived.items():
+            blocks[k] = a.data.view(self.dtype).reshape(np.frombuffer(a.head, np.int64)[1:].tolist())
+        completion = self.plan.complete_repeated([None if b is None else b.shape for b in blocks])
+        result = completion.make(x, blocks), completion.bound
+        heads = [(k, pack_header(self.call.op, blocks[k].shape, False), blocks[k].shape) for k in self.sources]
+        self.latest = heads, completion
+        return result

@@ -8,6 +8,7 @@ board what the sender has called, raises MismatchError, and publishes it; the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -131,7 +132,9 @@ class Running:
         link = self.link(member)
         arrived = self._early(link)
         while arrived is None:
-            self.groups.await_packet(link, self.calls, self.call)
+            if not link.unread:
+                self.groups.await_packet(link, self.calls, self.call)
+            link.unread = False
             parcel = link.parcel()
             if parcel.number == self.number:
                 if parcel.name != self.name:
@@ -147,6 +150,17 @@ class Running:
             self.receiving.append(arrived.requests)
         self.needs_grad = self.needs_grad or arrived.parcel.needs_grad
         return arrived
+
+    def view(self, member: int, head: bytes, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+        """The block in the next message of a member, if it is small and has this head and shape: valid until the next
+        message. Else None: then `take` gives the message."""
+        link = self.link(member)
+        if not link.early and not link.unread:
+            self.groups.await_packet(link, self.calls, self.call)
+            if link.holds(self.name, self.number, head, prod(shape) * dtype.itemsize):
+                return link.view(head, shape, dtype)
+            link.unread = True
+        return None
 
     def _early(self, link: Link) -> Arrived | None:
         """A message of this collective that has come before."""
