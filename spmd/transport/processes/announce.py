@@ -46,6 +46,7 @@ class ProcessGroup(Protocol):
     stage: int
     last_call: Any
     pending: set[Any]
+    abandoned: list[Any]
     everyone: Group
     groups: Any
     status_board: StatusBoard | None
@@ -65,7 +66,14 @@ class ProcessGroup(Protocol):
 
     def complete_soon(self, requests: Any) -> bool: ...
 
-    def arrive(self, requests: Any, call: Call | None, buffers: Any = None, ranks: tuple[int, ...] = ()) -> None: ...
+    def arrive(
+        self,
+        requests: Any,
+        call: Call | None,
+        buffers: Any = None,
+        ranks: tuple[int, ...] = (),
+        place: tuple[int, int] | None = None,
+    ) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
 

@@ -33,10 +33,17 @@ class DirectComm(ProcessComm):
     """This process's view, where MPI takes blocks from the device and puts them there."""
 
     def empty_buffer(self, nbytes: int, call: Call, x: Any) -> Any:
-        return cp.empty(nbytes, np.uint8) if of_device(call, x) else super().empty_buffer(nbytes, call, x)
+        if not of_device(call, x):
+            return super().empty_buffer(nbytes, call, x)
+        buffer = cp.empty(nbytes, np.uint8)
+        self.synchronize()  # work in the stream may still read what was in this memory
+        return buffer
 
     def inline_limit(self, call: Call, x: Any) -> int:
         return -1 if of_device(call, x) else super().inline_limit(call, x)
+
+    def message_limit(self, call: Call, x: Any) -> float:
+        return -1 if of_device(call, x) else super().message_limit(call, x)
 
     def synchronize(self) -> None:
         current().stream.synchronize()

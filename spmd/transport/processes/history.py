@@ -6,6 +6,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from spmd.transport.call import Call, Side
 from spmd.transport.processes.headers import WORD, call_name, digest
@@ -92,19 +93,20 @@ class History:
         return Side("", "the end of the map", after, number & 0xFFFFFFFF)
 
     def packed(self, limit: int) -> bytes:
-        """The last collectives as JSON of at most `limit` bytes: number, group and digest of all of them, and the sides
-        of the latest ones."""
+        """The last collectives as a checksum and JSON, at most `limit` bytes: number, group and digest of all of them,
+        and the sides of the latest ones."""
         self.changed = False
         entries = list(self.entries)
         text = json.dumps([[e.number, e.group, e.digest] for e in entries])
-        sides, left = [], limit - len(text) - 16
+        sides, left = [], limit - len(text) - 32
         for e in reversed(entries):
             side = f"[{e.number}, {side_of(e).packed(_SIDE_NBYTES).decode()}]"
             left -= len(side) + 2
             if left < 0:
                 break
             sides.append(side)
-        return f"[{text}, [{', '.join(sides)}]]".encode()
+        packed = f"[{text}, [{', '.join(sides)}]]".encode()
+        return f"{crc32(packed):08x}".encode() + packed
 
 
 def side_of(entry: _Entry) -> Side:
@@ -115,9 +117,10 @@ def first_difference(own: History, packed: bytes, group: int, elsewhere: bool) -
     """The first collective of a group in which this process and another one called differently, by what the other has
     published; None if there is none among the last ones of both. elsewhere: whether a collective of another group in
     its place counts."""
-    if not packed:
+    text = packed[8:]
+    if not text or packed[:8] != f"{crc32(text):08x}".encode():  # it is being written
         return None
-    calls, sides = json.loads(packed)
+    calls, sides = json.loads(text)
     theirs = {number: (their_group, name) for number, their_group, name in calls}
     for e in list(own.entries):
         if e.number not in theirs:
@@ -125,10 +128,10 @@ def first_difference(own: History, packed: bytes, group: int, elsewhere: bool) -
         their_group, name = theirs[e.number]
         met = e.group == their_group == group
         if (met and e.digest != name) or (elsewhere and e.group != their_group and group in (e.group, their_group)):
-            text = dict(sides).get(e.number)
-            if text is None:
+            side = dict(sides).get(e.number)
+            if side is None:
                 other = Side("", "another collective", "(it is too long ago)", e.number & 0xFFFFFFFF)
             else:
-                other = Side("", *text)
+                other = Side("", *side)
             return Difference(side_of(e), other)
     return None

@@ -51,15 +51,16 @@ class Link(ABC):
 
     peer: the place of that member in the channel. outgoing, incoming: the memory of packets; outgoing_bytes,
     incoming_bytes: as bytes. early: what came of collectives whose turn has not come, by their number. unread: whether
-    a packet has come at which nobody has looked.
+    a packet has come at which nobody has looked. awaited: the requests for the next packet, where it is being received.
     """
 
-    __slots__ = ("early", "incoming", "incoming_bytes", "outgoing", "outgoing_bytes", "peer", "unread")
+    __slots__ = ("awaited", "early", "incoming", "incoming_bytes", "outgoing", "outgoing_bytes", "peer", "unread")
 
     def __init__(self, peer: int):
         self.peer = peer
         self.early: dict[int, list[Any]] = {}
         self.unread = False
+        self.awaited: Any = None
         self.new_outgoing()
         self.receive_into(np.zeros(PACKET_NBYTES // 8, np.uint64))
 
@@ -79,7 +80,7 @@ class Link(ABC):
     ) -> tuple[bool, bool]:
         """Send a packet. data: None where they are to follow the packet, whatever their length. The result says whether
         head and data are in it. What is not has to follow, the head first."""
-        self.prepare()
+        self.prepare(number)
         length = len(head)
         has_head = length <= ROOM
         inline = data if data is not None and length + nbytes <= ROOM else None
@@ -122,8 +123,8 @@ class Link(ABC):
         return np.ndarray(shape, dtype, self.incoming_bytes, _AT + len(head))
 
     @abstractmethod
-    def prepare(self) -> None:
-        """See to it that the memory of the outgoing packet may be written to."""
+    def prepare(self, number: int) -> None:
+        """See to it that the memory of the outgoing packet may be written to, for the collective of this number."""
 
     @abstractmethod
     def post(self, nbytes: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.device import Adjoining, copied, joined, put
+from spmd.device import Adjoining, contiguous, copied, joined, put
 from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import block_sizes, offsets
 from spmd.transport.algorithms import choice, phases, reductions
@@ -376,10 +376,10 @@ class Messages:
         like = sends
 
         def steps() -> Steps:
+            others = {k: contiguous(x) for k, x in sends.items() if k != me}
             self.comm.synchronize()
-            for k, x in sends.items():
-                if k != me:
-                    run.send(k, pack_header(run.call.op, x.shape, False), x)
+            for k, x in others.items():
+                run.send(k, pack_header(run.call.op, x.shape, False), x)
             yield
             blocks, coming = dict.fromkeys(sorted(sources)), []
             for k in blocks:

@@ -15,6 +15,7 @@ from spmd.errors import MismatchError
 from spmd.transport.algorithms.choice import members_per_host
 from spmd.transport.call import Call, Group, Shape, Side, mismatch
 from spmd.transport.processes.announce import ProcessGroup
+from spmd.transport.processes.headers import digest
 from spmd.transport.processes.history import CALLS_KEPT, CallsOfGroup, History, first_difference, share_of_zero
 from spmd.transport.processes.links import Link
 from spmd.transport.processes.mailbox import MEMBERS_MAX
@@ -24,6 +25,8 @@ __all__ = ["MessageGroups"]
 
 _PUBLISH_TIMEOUT = 3.0
 """Seconds that others get to publish what they have called."""
+_ELSEWHERE_SECONDS = 3.0
+"""Seconds of a wait after which it is a mismatch that another worker calls something in another group."""
 _NUMBER = (1 << 32) - 1
 """The number of a collective in its map, of its number in the job."""
 
@@ -44,12 +47,18 @@ class MessageGroups:
         self.history = History()
         self._awaited: CallsOfGroup | None = None
         """The calls of the group in which this process waits for a packet."""
+        self._seen: dict[int, bytes] = {}
+        """What workers have published, as it was looked at in this wait."""
         self._per_host: dict[Shape, int] = {}
-        if transport.status_board is not None:
-            transport.status_board.history = self.history
+
+    def publish(self) -> None:
+        """From now on others see the history of this transport."""
+        if self.transport.status_board is not None:
+            self.transport.status_board.history = self.history
 
     def forget(self) -> None:
         """A map has failed: messages under way may never come."""
+        self.transport.abandoned.append(list(self.under_way.values()))  # what is received into must stay alive
         self.links.clear()
         self.calls.clear()
         self.under_way.clear()
@@ -73,7 +82,8 @@ class MessageGroups:
                 return None
             board = transport.status_board
             count = None if board is None else board.rendezvous_count(number, ranks)
-            calls = self.calls[ordered] = CallsOfGroup(number, ordered, count)
+            own_number = digest(type(transport).__name__, transport.ranks, number)
+            calls = self.calls[ordered] = CallsOfGroup(own_number, ordered, count)
         return calls
 
     @property
@@ -109,16 +119,35 @@ class MessageGroups:
             found = self._per_host[group.members] = members_per_host(hosts)
         return found
 
-    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None:
-        """Wait for the next packet of a link."""
-        requests = link.receive()
-        if self.transport.complete_soon(requests):
-            return
-        self._awaited = calls
-        try:
-            self.transport.arrive(requests, call, link, (self.transport.ranks[link.peer],))
-        finally:
-            self._awaited = None
+    def await_packet(self, link: Link, run: Running) -> bool:
+        """Wait for the next packet of a link, in a collective. False if others were finished meanwhile, which may have
+        taken packets of this link."""
+        transport = self.transport
+        requests = link.awaited = link.awaited or link.receive()
+        if not transport.complete_soon(requests):
+            if self.finish(run.number):
+                return False
+            self._awaited, self._seen = run.calls, {}
+            try:
+                transport.arrive(requests, run.call, (link, run), (transport.ranks[link.peer],), run.place)
+            finally:
+                self._awaited = None
+        link.awaited = None
+        return True
+
+    def finish(self, before: int | None = None) -> bool:
+        """Wait for collectives that have been started, those before a number. The result says whether there were any.
+
+        Others may wait for messages of this process in them: workers wait in orders of their own for what they have
+        started.
+        """
+        found = False
+        for number in sorted(self.under_way):
+            run = self.under_way.get(number)
+            if run is not None and (before is None or number < before):
+                run.wait()
+                found = True
+        return found
 
     # Mismatches.
 
@@ -149,15 +178,21 @@ class MessageGroups:
         """The error with the sides of two workers."""
         return mismatch(*(sides[w]._replace(worker=self.transport.describe(w)) for w in sorted(sides)))
 
-    def seen_mismatch(self) -> MismatchError | None:
+    def seen_mismatch(self, waited: float) -> MismatchError | None:
         """The error where this process waits for a packet, and another of the group has published another call of it.
 
-        One that has not come to the group is seen otherwise, by the rendezvous counts of the status board.
+        One that has not come to the group is seen otherwise, by the rendezvous counts of the status board; if that has
+        found nothing for a while, calls of another group count too. waited: seconds.
         """
-        calls, own = self._awaited, self.transport.local[0]
-        if calls is not None and self.transport.status_board is not None:
-            for worker in calls.members:
-                sides = self._difference(worker, calls, False) if worker != own else None
+        calls, own, board = self._awaited, self.transport.local[0], self.transport.status_board
+        if calls is None or board is None:
+            return None
+        elsewhere = waited > _ELSEWHERE_SECONDS
+        for worker in calls.members:
+            published = board.history_of(self.transport.ranks[worker]) if worker != own else b""
+            if published and (elsewhere or self._seen.get(worker) != published):
+                self._seen[worker] = published
+                sides = self._difference(worker, calls, elsewhere)
                 if sides is not None:
                     return self._mismatch(sides)
         return None
@@ -201,8 +236,3 @@ class MessageGroups:
             need="the same collectives in the same order from all workers of each group",
             mend="let all workers take the same path",
         )
-
-    def finish(self) -> None:
-        """Wait for what was started, and nobody has waited for."""
-        for run in list(self.under_way.values()):
-            run.wait()

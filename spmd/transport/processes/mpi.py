@@ -80,7 +80,7 @@ class MpiLink(Link):
         self.long = self.comm.Send_init([memory, MPI.BYTE], self.peer, _PACKET_TAG)
         self.sending: MPI.Request = self.short
 
-    def prepare(self) -> None:
+    def prepare(self, number: int) -> None:
         if not self.sending.Test():
             # A persistent request keeps its memory alive.
             self.busy = [pair for pair in self.busy if not self._freed(pair)] + [(self.short, self.long)]

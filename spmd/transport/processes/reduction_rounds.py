@@ -49,10 +49,11 @@ class Reduction:
         """Run a schedule. result: the chunks whose total is wanted here, if any: it is returned as a flat array."""
         begun = False
         for step in schedule.rounds:
-            if step.sends:
+            outgoing = [(transfer.peer, self._outgoing(step, transfer.items)) for transfer in step.sends]
+            if outgoing:
                 synchronize()
-            for transfer in step.sends:
-                self.run.send(transfer.peer, b"", self._outgoing(step, transfer.items))
+            for peer, x in outgoing:
+                self.run.send(peer, b"", x)
             if not begun:
                 begun = True
                 yield
@@ -68,10 +69,7 @@ class Reduction:
             return self.part(span)
         if step.carries == "partial":
             return self._sum_so_far(span)
-        return self._rounded(span) if self._holds(span) else self._of_total(span)
-
-    def _holds(self, span: Span) -> bool:
-        return self.held[0] <= span[0] and span[1] <= self.held[1]
+        return self._rounded(span) if self.total is None else self._of_total(span)
 
     def _widened(self, x: Any) -> Any:
         return x if self.wide is self.dtype else x.astype(self.wide)

@@ -78,7 +78,15 @@ class RepeatedReduction:
         run = _begin(comm, self.call, self.plan)
         if run is None:
             return general_run(comm, x)
-        total, fold = x.reshape(-1), self.fold
+        try:
+            total = self._reduce(run, x.reshape(-1))
+        except BaseException as error:
+            run.failed(error)
+            raise
+        return read_only(total.reshape(self.shape)), self.bound
+
+    def _reduce(self, run: Running, total: np.ndarray) -> np.ndarray:
+        fold = self.fold
         for to, source, merge in self.steps:
             if to is not None:
                 run.send(to, b"", total)
@@ -87,7 +95,7 @@ class RepeatedReduction:
                 if other is None:
                     other = run.take(source).data.view(self.dtype)
                 total = owned(other) if not merge else fold(other, total) if merge == "before" else fold(total, other)
-        return read_only(total.reshape(self.shape)), self.bound
+        return total
 
 
 class RepeatedExchange:
@@ -114,11 +122,25 @@ class RepeatedExchange:
         run = _begin(comm, self.call, self.plan)
         if run is None:
             return general_run(comm, x)
-        for k, head, part in self.sends:
-            run.send(k, head, x if part is ... else x[part])
         blocks: list[Any] = [None] * self.plan.group.size
         if self.own_part is not None:
             blocks[self.plan.group.index] = part_of(x, self.own_part)
+        try:
+            completion = self._exchange(run, x, blocks)
+        except BaseException as error:
+            run.failed(error)
+            raise
+        if completion is None:
+            completion = self.plan.complete_repeated([None if b is None else b.shape for b in blocks])
+            heads = [(k, pack_header(self.call.op, blocks[k].shape, False), blocks[k].shape) for k in self.sources]
+            self.latest = heads, completion
+        return completion.make(x, blocks), completion.bound
+
+    def _exchange(self, run: Running, x: np.ndarray, blocks: list[Any]) -> Completion | None:
+        """Send the parts, and put what comes into `blocks`. Returns how it is combined, if it is of the shapes of the
+        latest call."""
+        for k, head, part in self.sends:
+            run.send(k, head, x if part is ... else x[part])
         heads, completion = self.latest
         if completion is not None:
             for k, head, shape in heads:
@@ -126,13 +148,9 @@ class RepeatedExchange:
                 if blocks[k] is None:
                     break
             else:
-                return completion.make(x, blocks), completion.bound
+                return completion
         arrived = {k: run.take(k) for k in self.sources if blocks[k] is None}
         run.finish_receives()
         for k, a in arrived.items():
             blocks[k] = a.data.view(self.dtype).reshape(np.frombuffer(a.head, np.int64)[1:].tolist())
-        completion = self.plan.complete_repeated([None if b is None else b.shape for b in blocks])
-        result = completion.make(x, blocks), completion.bound
-        heads = [(k, pack_header(self.call.op, blocks[k].shape, False), blocks[k].shape) for k in self.sources]
-        self.latest = heads, completion
-        return result
+        return None

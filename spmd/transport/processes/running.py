@@ -35,7 +35,7 @@ class Groups(Protocol):
 
     def link(self, worker: int) -> Link: ...
 
-    def await_packet(self, link: Link, calls: CallsOfGroup, call: Call) -> None: ...
+    def await_packet(self, link: Link, run: Running) -> bool: ...
 
     def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> BaseException: ...
 
@@ -53,20 +53,22 @@ class Arrived:
 class Running:
     """The messages of one collective.
 
-    number: that of the collective; name: the digest of the calls of its group, this one included. needs_grad: whether
+    number: that of the collective; name: the digest of the calls of its group, this one included. place: that of its
+    rendezvous on the status board, the number of the group and its count. needs_grad: whether
     the block of any member that was heard of is differentiated. sending, receiving: requests under way; kept: their
     buffers.
     """
 
     __slots__ = (
-        *("call", "calls", "group", "groups", "kept", "name", "needs_grad", "number", "receiving", "sending", "steps"),
-        *("transport", "value"),
+        *("call", "calls", "group", "groups", "kept", "name", "needs_grad", "number", "place", "receiving", "sending"),
+        *("steps", "transport", "value"),
     )
 
     def __init__(self, groups: Groups, group: Group, call: Call, calls: CallsOfGroup, number: int):
         self.groups, self.transport = groups, groups.transport
         self.group, self.call, self.calls = group, call, calls
         self.number, self.name = number, calls.name
+        self.place = None if calls.count is None else (calls.count.group, calls.count.value)
         self.needs_grad = call.needs_grad is not None and call.needs_grad[0]
         self.sending: list[Any] = []
         self.receiving: list[Any] = []
@@ -91,15 +93,25 @@ class Running:
         assert self.steps is not None
         try:
             next(self.steps)
+            return
         except StopIteration as end:
-            for requests in self.sending:
-                self.transport.arrive(requests, self.call, self.kept)
-            self.sending = []
-            del self.groups.under_way[self.number]
-            self.steps, self.value = None, end.value
-            self.kept.clear()
-            if self.call.needs_grad is not None:
-                self.call.needs_grad[0] = self.needs_grad
+            self.value = end.value
+        except BaseException as error:
+            self.failed(error)
+            raise
+        for requests in self.sending:
+            self.transport.arrive(requests, self.call, self.kept)
+        self.sending = []
+        self.groups.under_way.pop(self.number, None)
+        self.steps = None
+        self.kept.clear()
+        if self.call.needs_grad is not None:
+            self.call.needs_grad[0] = self.needs_grad
+
+    def failed(self, error: BaseException) -> None:
+        """The map has failed: others wait for messages of this process."""
+        self.transport.abandoned.append(self)
+        self.transport.fail(error)
 
     def link(self, member: int) -> Link:
         return self.groups.link(self.group.members[member])
@@ -132,8 +144,9 @@ class Running:
         link = self.link(member)
         arrived = self._early(link)
         while arrived is None:
-            if not link.unread:
-                self.groups.await_packet(link, self.calls, self.call)
+            if not link.unread and not self.groups.await_packet(link, self):
+                arrived = self._early(link)
+                continue
             link.unread = False
             parcel = link.parcel()
             if parcel.number == self.number:
@@ -148,15 +161,23 @@ class Running:
             raise self._mismatch(member)
         if arrived.requests:
             self.receiving.append(arrived.requests)
+        if allocate is not None and arrived.parcel.data is None and not arrived.placed:
+            self._to_device(arrived, allocate(arrived.parcel))
         self.needs_grad = self.needs_grad or arrived.parcel.needs_grad
         return arrived
+
+    def _to_device(self, arrived: Arrived, place: Any) -> None:
+        """Data that came before their turn are on the host; those for a device go there."""
+        if type(place) is not np.ndarray:
+            self.finish_receives()
+            place.set(arrived.data)
+            arrived.data, arrived.placed = place, True
 
     def view(self, member: int, head: bytes, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
         """The block in the next message of a member, if it is small and has this head and shape: valid until the next
         message. Else None: then `take` gives the message."""
         link = self.link(member)
-        if not link.early and not link.unread:
-            self.groups.await_packet(link, self.calls, self.call)
+        if not link.early and not link.unread and self.groups.await_packet(link, self):
             if link.holds(self.name, self.number, head, prod(shape) * dtype.itemsize):
                 return link.view(head, shape, dtype)
             link.unread = True

@@ -166,13 +166,15 @@ class StatusBoard:
             self.latest_call = call
             self.recent_calls.append(call)
 
-    def start_waiting(self, run: int, ranks: Sequence[int] | None = None) -> None:
-        """Show that this process waits, in a map, for the others of its latest rendezvous, or for some of them."""
+    def start_waiting(self, run: int, ranks: Sequence[int] | None = None, place: tuple[int, int] | None = None) -> None:
+        """Show that this process waits, in a map, for the others of its latest rendezvous, or for some processes in a
+        rendezvous: the number of the group, and its count."""
         state_words, count = self.state_words, self.current
         with self.lock:
             self._count()
             self.changed_counts = {count}
-        state_words[_GROUP], state_words[_COUNT], state_words[_RUN] = count.group, count.value, run
+        state_words[_GROUP], state_words[_COUNT] = (count.group, count.value) if place is None else place
+        state_words[_RUN] = run
         awaited = count.ranks if ranks is None else ranks
         if self.shown_ranks is not awaited:
             self.shown_ranks = awaited
@@ -350,7 +352,7 @@ class StatusBoard:
         group, count = int(row["group"]), int(row["count"])
         if row["state"] != WAITING or group == 0:
             return []
-        members = [m - 1 for m in row["awaited"].tolist() if m]
+        members = self.shown_ranks if rank == self.rank else [m - 1 for m in row["awaited"].tolist() if m]
         members_seen = [m for m in members if m != rank and (self.single_host or self.is_known(m))]
         return [m for m in members_seen if not self.arrived(m, group, count)]
 

@@ -232,6 +232,7 @@ class ProcessTransport(Transport):
             channel.outgoing, channel.incoming = mailbox.outgoing, mailbox.incoming
             if come:
                 return
+            self.groups.finish()
             status_board.start_waiting(self.stage)
             Watchdog(self, call).until(mailbox.has_come, self.progress)
         except BaseException as error:
@@ -286,8 +287,16 @@ class ProcessTransport(Transport):
             origin = getattr(error, "origin", self.status_board.rank)
             self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
 
-    def arrive(self, requests: list[Any], call: Call | None, buffers: Any = None, ranks: Shape = ()) -> None:
-        """Wait for requests. buffers: those that they read and write. ranks: the processes that have to come first."""
+    def arrive(
+        self,
+        requests: list[Any],
+        call: Call | None,
+        buffers: Any = None,
+        ranks: Shape = (),
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """Wait for requests. buffers: those that they read and write. ranks: the processes that have to come first, to
+        the rendezvous `place`: see `StatusBoard.start_waiting`."""
         if self.status_board is None:
             self.wait_for(requests)
             return
@@ -295,7 +304,7 @@ class ProcessTransport(Transport):
             if self.complete_soon(requests):
                 return
             if ranks:
-                self.status_board.start_waiting(self.stage, ranks)
+                self.status_board.start_waiting(self.stage, ranks, place)
             self.watch(requests, call)
         except BaseException as error:
             raise self._abandon(error, (requests, buffers), call)  # noqa: B904 (it is this one, most often)
@@ -339,6 +348,7 @@ class ProcessTransport(Transport):
 
     def _run(self, body: Callable[[Comm], Any], describe: Callable[[int], str]) -> Outcome:
         self.describe = describe
+        self.groups.publish()
         self.runs += 1
         self.stage = self._number_of("a map")
         self.comm = self.comm_type(self)
@@ -383,6 +393,7 @@ class ProcessTransport(Transport):
         with self.lock:
             self._begin()
             try:
+                self.groups.publish()
                 self.groups.finish()
                 texts = self._agree(own)
             finally:
@@ -416,6 +427,8 @@ def _belong_to_the_parent() -> None:
     for transport in list(_transports):
         for name in "run", "share", "swap", "arrive", "channel", "threads":
             setattr(transport, name, _refuse)
+        for name in "calls_of", "begin":
+            setattr(transport.groups, name, _refuse)
         for name in "fail", "leave":
             setattr(transport, name, _nothing)
 

@@ -189,7 +189,7 @@ class Watchdog:
     def _show_waiting(self) -> None:
         """Show on the status board that this process waits for blocks: polling uses the processor, like work."""
         if self.status_board.row["state"] != WAITING and self.status_board.current is not None:
-            self.status_board.start_waiting(self.transport.stage)
+            self.status_board.start_waiting(self.transport.stage, ())
 
     def look(self, now: float) -> None:
         """Raise if this wait cannot end, or takes too long.
@@ -204,7 +204,7 @@ class Watchdog:
         if broken is not None:
             raise error_like(*broken)
         if now - self.begun > _MISMATCH_SECONDS:
-            mismatch = self.transport.groups.seen_mismatch()
+            mismatch = self.transport.groups.seen_mismatch(now - self.begun)
             if mismatch is not None:
                 raise mismatch
         cycle = self.status_board.wait_cycle()

@@ -54,14 +54,16 @@ def _algorithms(python: str, n: int, per_host: int) -> None:
 
 
 @each_engine
-@pytest.mark.parametrize(("n", "per_host"), [(3, 1), (8, 2)])
+@pytest.mark.parametrize(("n", "per_host"), [(3, 1), (6, 2)])  # two levels, over three hosts
 def test_every_algorithm_gives_the_bits_of_virtual_workers(python, n, per_host):
     _algorithms(python, n, per_host)
 
 
 @pytest.mark.full
 @each_engine
-@pytest.mark.parametrize(("n", "per_host"), [(1, 1), (2, 1), (4, 2), (5, 1), (6, 2), (7, 1), (12, 4), (16, 4), (32, 8)])
+@pytest.mark.parametrize(
+    ("n", "per_host"), [(1, 1), (2, 1), (4, 2), (5, 1), (7, 1), (8, 2), (10, 2), (12, 4), (16, 4), (20, 4), (32, 8)]
+)
 def test_every_algorithm_gives_the_bits_of_virtual_workers_for_many(python, n, per_host):
     _algorithms(python, n, per_host)
 
@@ -94,6 +96,34 @@ def test_hundreds_of_programs_in_which_workers_part_ways(python, seed):
     found = json.loads(by_messages("fuzz.py", "300", str(200 + seed), python=python, timeout=300))
     assert found["drawn"] > 180
     assert found["slowest"] < 6
+
+
+ORDERS = """
+import numpy as np, spmd
+from spmd.transport.call import Call
+
+mesh = spmd.Mesh(x=4)
+
+def body(worker):  # workers wait for what they have started in orders of their own; and have much under way
+    group, comm = worker.group(("x",)), worker.comm
+    xs = [np.full(3000 if k % 7 else 2, worker.index + 10.0 * k) for k in range(150)]
+    handles = [comm.all_reduce(group, Call("sum", ("x",), x.dtype, x.shape, same_shape=True), x) for x in xs]
+    order = np.random.default_rng(worker.index).permutation(len(xs))[: 150 - 20 * worker.index]
+    for k in order:
+        assert (handles[k].wait() == 6 + 40.0 * k).all()
+    return 0
+
+for _ in range(3):
+    mesh.transport.share(mesh.run(body, tracked=False).results)
+print("well\\n", end="", flush=True)
+"""
+
+
+@each_engine
+def test_workers_may_wait_in_different_orders_for_what_they_have_started(python, tmp_path):
+    program = tmp_path / "orders.py"
+    program.write_text(ORDERS)
+    assert by_messages(str(program), python=python).count("well") == 4
 
 
 SILENT = """
