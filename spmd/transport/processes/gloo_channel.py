@@ -89,12 +89,12 @@ class GlooLink(Link):
         self.posted = self._post_receive()
 
     def prepare(self, number: int) -> None:
-        if self.sending:  # gloo does not tell whether a packet has been sent, except to who waits for it
-            self.new_outgoing()
         while len(self.sending) >= _PACKETS_MAX:
             self.transport.groups.finish(number)  # the other side may wait for us in the same way
             posted, _ = self.sending.popleft()
             self.transport.arrive(posted, self.transport.last_call)
+        if self.sending:  # gloo does not tell whether a packet has been sent, except to who waits for it
+            self.new_outgoing()
 
     def post(self, nbytes: int) -> None:
         posted = Posted(self.connections)
