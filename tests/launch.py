@@ -51,6 +51,8 @@ def mpiexec(python: str | os.PathLike = sys.executable) -> Path | None:
     return found if found.exists() else None
 
 
+_NOT_STARTED = "The PMIx server's listener thread failed to start"
+
 _TORCHS_START = 30.0
 """Seconds more: torch is imported by each process, on a machine that may be busy."""
 
@@ -103,7 +105,10 @@ def launch(
     if python == TORCHRUN:
         return _torchrun([program, *args], n, timeout + _TORCHS_START, env, before)
     command, more = _by_mpiexec([program, *args], n, python)
-    return _run([*before, *command], timeout, more | env)
+    ended = _run([*before, *command], timeout, more | env)
+    if _NOT_STARTED in ended.stderr:  # Open MPI's launcher itself, on a busy machine: it has started no process
+        ended = _run([*before, *command], timeout, more | env)
+    return ended
 
 
 def _by_mpiexec(words: list, n: int, python: str | os.PathLike) -> tuple[list, dict[str, str]]:
