@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from spmd.transport.algorithms.schedule import Round, Schedule, Span, Transfer
+from spmd.transport.algorithms.schedule import Round, Schedule, Span, Transfer, others
 
 __all__ = ["all_reduce", "packed_order", "reduce", "reduce_scatter"]
 
@@ -100,23 +100,18 @@ def _halving_doubling(n: int, me: int) -> Schedule:
     return Schedule("halving and doubling", tuple(rounds), n)
 
 
-def _others(n: int, me: int) -> list[int]:
-    """The other members, beginning with the next one: so that not all send to the same one at first."""
-    return [(me + k) % n for k in range(1, n)]
-
-
 def _collect(n: int, me: int) -> Round:
     """Each member gets its chunk of all blocks, and sums them."""
-    others = _others(n, me)
-    sends = tuple(Transfer(k, (k, k + 1)) for k in others)
-    return Round(sends, tuple(Transfer(k, (me, me + 1)) for k in others), "all", "block", range(n))
+    to = others(n, me)
+    sends = tuple(Transfer(k, (k, k + 1)) for k in to)
+    return Round(sends, tuple(Transfer(k, (me, me + 1)) for k in to), "all", "block", range(n))
 
 
 def _pairwise(n: int, me: int) -> Schedule:
     """Each member sums one chunk, and sends the total to all others."""
-    others = _others(n, me)
-    sends = tuple(Transfer(k, (me, me + 1)) for k in others)
-    share = Round(sends, tuple(Transfer(k, (k, k + 1)) for k in others), carries="total")
+    to = others(n, me)
+    sends = tuple(Transfer(k, (me, me + 1)) for k in to)
+    share = Round(sends, tuple(Transfer(k, (k, k + 1)) for k in to), carries="total")
     return Schedule("pairwise", (_collect(n, me), share), n)
 
 
@@ -127,7 +122,7 @@ def two_level(n: int, me: int, per_host: int, between: str) -> Schedule:
     p, (host, local) = per_host, divmod(me, per_host)
     across = _ALL_REDUCE[between](n // p, host)
     c, here = across.chunks, [host * p + k for k in range(p)]
-    others = [here[(local + k) % p] for k in range(1, p)]
+    neighbours = [here[k] for k in others(p, local)]
 
     def slice_of(k: int) -> Span:
         return k * c, (k + 1) * c
@@ -135,8 +130,8 @@ def two_level(n: int, me: int, per_host: int, between: str) -> Schedule:
     own = slice_of(local)
     rounds = [
         Round(
-            tuple(Transfer(k, slice_of(k % p)) for k in others),
-            tuple(Transfer(k, own) for k in others),
+            tuple(Transfer(k, slice_of(k % p)) for k in neighbours),
+            tuple(Transfer(k, own) for k in neighbours),
             "all",
             "block",
             here,
@@ -149,8 +144,8 @@ def two_level(n: int, me: int, per_host: int, between: str) -> Schedule:
         )
         carries = "total" if step.carries == "total" else "partial"
         rounds.append(Round(sends, receives, step.merge, carries, [k * p + local for k in step.of]))
-    sends = tuple(Transfer(k, own) for k in others)
-    rounds.append(Round(sends, tuple(Transfer(k, slice_of(k % p)) for k in others), carries="total"))
+    sends = tuple(Transfer(k, own) for k in neighbours)
+    rounds.append(Round(sends, tuple(Transfer(k, slice_of(k % p)) for k in neighbours), carries="total"))
     return Schedule(f"two levels, {between} between hosts", tuple(rounds), p * c)
 
 
@@ -204,7 +199,7 @@ def reduce(algorithm: str, n: int, me: int, root: int) -> Schedule:
     chunk, and the root gathers them."""
     if algorithm == "pairwise":
         if me == root:
-            gather = Round(receives=tuple(Transfer(k, (k, k + 1)) for k in _others(n, me)), carries="total")
+            gather = Round(receives=tuple(Transfer(k, (k, k + 1)) for k in others(n, me)), carries="total")
         else:
             gather = Round(sends=(Transfer(root, (me, me + 1)),), carries="total")
         return Schedule("pairwise", (_collect(n, me), gather), n)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from spmd.transport.algorithms.schedule import Round, Schedule, Transfer
+from spmd.transport.algorithms.schedule import Round, Schedule, Transfer, others
 
 __all__ = ["Circular", "all_gather", "all_to_all", "broadcast", "exchange", "gather", "scatter"]
 
@@ -64,10 +64,6 @@ def _steps(n: int) -> int:
     return (n - 1).bit_length()
 
 
-def _others(n: int, me: int) -> list[int]:
-    return [(me + k) % n for k in range(1, n)]
-
-
 @lru_cache(maxsize=1024)
 def all_gather(algorithm: str, n: int, me: int) -> Schedule:
     """The schedule of an all-gather; item k is the block of member k. algorithm: "Bruck": the blocks that a member has
@@ -88,9 +84,9 @@ def all_gather(algorithm: str, n: int, me: int) -> Schedule:
             for k in range(n - 1)
         ]
     else:
-        others = _others(n, me)
-        sends = tuple(Transfer(k, (me,)) for k in others)
-        rounds = [Round(sends, tuple(Transfer(k, (k,)) for k in others))]
+        to = others(n, me)
+        sends = tuple(Transfer(k, (me,)) for k in to)
+        rounds = [Round(sends, tuple(Transfer(k, (k,)) for k in to))]
     return Schedule(algorithm, tuple(rounds))
 
 
@@ -107,9 +103,9 @@ def all_to_all(algorithm: str, n: int, me: int) -> Schedule:
             for j in range(_steps(n))
         ]
     else:
-        others = _others(n, me)
-        sends = tuple(Transfer(k, ((me, k),)) for k in others)
-        rounds = [Round(sends, tuple(Transfer(k, ((k, me),)) for k in others))]
+        to = others(n, me)
+        sends = tuple(Transfer(k, ((me, k),)) for k in to)
+        rounds = [Round(sends, tuple(Transfer(k, ((k, me),)) for k in to))]
     return Schedule(algorithm, tuple(rounds))
 
 
@@ -134,8 +130,8 @@ def gather(algorithm: str, n: int, me: int, root: int) -> Schedule:
     """The schedule of a gather to the member `root`; item k is the block of member k. algorithm: "binomial tree", or
     "direct": each sends its block to the root."""
     if algorithm == "direct":
-        others = _others(n, me)
-        receives = tuple(Transfer(k, (k,)) for k in others)
+        to = others(n, me)
+        receives = tuple(Transfer(k, (k,)) for k in to)
         return Schedule(algorithm, (Round(receives=receives) if me == root else Round((Transfer(root, (me,)),)),))
     parent, children, own = _subtrees(n, me, root)
     rounds = [Round(receives=(Transfer(*child),)) for child in reversed(children)]
@@ -155,7 +151,7 @@ def scatter(algorithm: str, n: int, me: int, root: int) -> Schedule:
     """The schedule of a scatter from the member `root`; item k is the part for member k. algorithm: "binomial tree", or
     "direct": the root sends each its part."""
     if algorithm == "direct":
-        sends = tuple(Transfer(k, (k,)) for k in _others(n, me))
+        sends = tuple(Transfer(k, (k,)) for k in others(n, me))
         return Schedule(algorithm, (Round(sends) if me == root else Round(receives=(Transfer(root, (me,)),)),))
     parent, children, own = _subtrees(n, me, root)
     return Schedule(algorithm, tuple(_from_parent(parent, list(children), own)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Round", "Schedule", "Span", "Transfer", "critical_path", "messages_of", "sent_bytes"]
+__all__ = ["Round", "Schedule", "Span", "Transfer", "critical_path", "messages_of", "others", "sent_bytes"]
 
 Span = tuple[int, int]
 """Consecutive chunks: the first, and the one behind the last."""
@@ -46,6 +46,11 @@ class Schedule(NamedTuple):
     algorithm: str
     rounds: tuple[Round, ...]
     chunks: int = 1
+
+
+def others(n: int, me: int) -> list[int]:
+    """The other members, beginning with the next one: so that not all send to the same one at first."""
+    return [(me + k) % n for k in range(1, n)]
 
 
 def messages_of(schedule: Schedule) -> int:

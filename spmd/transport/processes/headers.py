@@ -31,6 +31,7 @@ __all__ = [
     "digest",
     "numbered",
     "pack_header",
+    "unpack_shape",
 ]
 
 HEADER_NBYTES = 1024
@@ -84,6 +85,11 @@ def pack_header(op: str, shape: Shape | None, needs_grad: bool, strides: Shape =
         )
     words = (0,) if shape is None else (1 + len(shape), *shape, *strides)
     return np.array([words[0] + NEEDS_GRAD * needs_grad + SHARED * bool(strides), *words[1:]], np.int64).tobytes()
+
+
+def unpack_shape(header: bytes) -> Shape:
+    """The shape of which `pack_header` tells, for a block that comes and is not shared."""
+    return tuple(np.frombuffer(header, np.int64)[1:].tolist())
 
 
 class Headers:

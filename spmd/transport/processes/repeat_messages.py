@@ -17,7 +17,7 @@ from spmd.transport.call import Call, Shape
 from spmd.transport.handles import read_only
 from spmd.transport.plan import Completion, Plan, RunPlan, part_of
 from spmd.transport.processes.announce import HeaderComm
-from spmd.transport.processes.headers import pack_header
+from spmd.transport.processes.headers import pack_header, unpack_shape
 from spmd.transport.processes.links import ROOM
 from spmd.transport.processes.running import Running
 
@@ -152,5 +152,5 @@ class RepeatedExchange:
         arrived = {k: run.take(k) for k in self.sources if blocks[k] is None}
         run.finish_receives()
         for k, a in arrived.items():
-            blocks[k] = a.data.view(self.dtype).reshape(np.frombuffer(a.head, np.int64)[1:].tolist())
+            blocks[k] = a.data.view(self.dtype).reshape(unpack_shape(a.head))
         return None
