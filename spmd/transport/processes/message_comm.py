@@ -20,11 +20,11 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import block_sizes, offsets
 from spmd.transport.algorithms import choice, phases, reductions
 from spmd.transport.algorithms.neighbours import Near, NearLengths
-from spmd.transport.algorithms.schedule import Schedule, Span
+from spmd.transport.algorithms.schedule import Schedule, Span, others
 from spmd.transport.call import Shape
 from spmd.transport.handles import Handle, read_only
 from spmd.transport.processes.channel import bytes_of, pieces
-from spmd.transport.processes.headers import WORD, pack_header
+from spmd.transport.processes.headers import WORD, pack_header, unpack_shape
 from spmd.transport.processes.reduction_rounds import Reduction
 from spmd.transport.processes.running import Arrived, Running, Steps
 
@@ -113,18 +113,19 @@ class Messages:
     def reduce(self, run: Running, x: Any, root: int) -> Handle:
         n, me = run.group.size, run.group.index
         schedule = phases.reduce(n, me, root, x.nbytes)
-        return self._reduce_flat(run, schedule, x, "sum", (0, schedule.chunks) if me == root else None, ())
+        return self._reduce_flat(run, schedule, x, "sum", (0, schedule.chunks) if me == root else None, False)
 
     def _reduce_flat(
-        self, run: Running, schedule: Schedule, x: Any, how: str, result: Span | None, rides: Any = None
+        self, run: Running, schedule: Schedule, x: Any, how: str, result: Span | None, all_hear: bool = True
     ) -> Handle:
+        """all_hear: whether each member hears of all others in it."""
         flat, sizes = bytes_of(x).view(x.dtype), block_sizes(x.size, schedule.chunks)
         ends = offsets(sizes)
         state = Reduction(run, x, sizes, lambda span: flat[ends[span[0]] : ends[span[1]]], how, self._empty(run, x))
 
         def steps() -> Steps:
             total = yield from state.steps(schedule, result, self.comm.synchronize)
-            if rides is not None:
+            if not all_hear:
                 self._agree_on_gradients(run)
             if total is None:
                 return None
@@ -154,13 +155,10 @@ class Messages:
 
     def _route(self, run: Running, schedule: Schedule, items: dict[Any, _Item], itemsize: int) -> Steps:
         """Move items as the schedule says."""
-        begun = False
         for step in schedule.rounds:
             for transfer in step.sends:
                 run.send(transfer.peer, *_packed(items, transfer.items))
-            if not begun:
-                begun = True
-                yield
+            yield
             for transfer in step.receives:
                 arrived = run.take(transfer.peer)
                 run.finish_receives()
@@ -176,6 +174,27 @@ class Messages:
         for k, arrived in coming.items():
             if not arrived.placed:
                 put(receives[k], arrived.data)
+
+    def _collected(
+        self, run: Running, items: Sequence[_Item], own: Any, sends: Mapping[int, Any], like: Any
+    ) -> list[np.ndarray]:
+        """What comes from each member, one after the other in memory. items: by member, the large ones without data,
+        which come directly. own: in place of this member's. sends: the large ones that go from here. like: what this
+        member contributes."""
+        me, dtype = run.group.index, own.dtype
+        shapes = [item.shape or () for item in items]
+        counts = [prod(s) * dtype.itemsize for s in shapes]
+        buffer = self.comm.empty_buffer(sum(counts), run.call, like)
+        places = pieces(buffer, counts)
+        put(places[me].view(dtype).reshape(own.shape), own)
+        directly = {}
+        for k in others(len(items), me):
+            if items[k].data is None:
+                directly[k] = places[k]
+            else:
+                put(places[k], items[k].data)
+        self._move(run, sends, directly)
+        return split(sealed(buffer), shapes, dtype)
 
     def _agree_on_gradients(self, run: Running) -> None:
         """Let all members know whether any one's block is differentiated, where they have not all heard of each
@@ -196,19 +215,8 @@ class Messages:
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            shapes = [items[k].shape or () for k in range(n)]
-            counts = [prod(s) * dtype.itemsize for s in shapes]
-            buffer = self.comm.empty_buffer(sum(counts), run.call, x)
-            places = pieces(buffer, counts)
-            for k, place in enumerate(places):
-                if k == me:
-                    put(place, bytes_of(x))
-                elif items[k].data is not None:
-                    put(place, items[k].data)
-            large = [k for k in _others(n, me) if items[k].data is None]
-            to = _others(n, me) if items[me].data is None else []
-            self._move(run, dict.fromkeys(to, bytes_of(x)), {k: places[k] for k in large})
-            return split(sealed(buffer), shapes, dtype)
+            to = others(n, me) if items[me].data is None else []
+            return self._collected(run, [items[k] for k in range(n)], x, dict.fromkeys(to, bytes_of(x)), x)
 
         return run.start(steps())
 
@@ -224,17 +232,9 @@ class Messages:
                 self._move(run, {root: bytes_of(x)} if items[me].data is None else {}, {})
                 self._agree_on_gradients(run)
                 return None
-            shapes = [items[k].shape or () for k in range(n)]
-            counts = [prod(s) * dtype.itemsize for s in shapes]
-            buffer = self.comm.empty_buffer(sum(counts), run.call, x)
-            places = pieces(buffer, counts)
-            put(places[me], bytes_of(x))
-            for k in _others(n, me):
-                if items[k].data is not None:
-                    put(places[k], items[k].data)
-            self._move(run, {}, {k: places[k] for k in _others(n, me) if items[k].data is None})
+            blocks = self._collected(run, [items[k] for k in range(n)], x, {}, x)
             self._agree_on_gradients(run)
-            return split(read_only(buffer), shapes, dtype)
+            return blocks
 
         return run.start(steps())
 
@@ -247,7 +247,7 @@ class Messages:
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
             if parts is not None:
-                self._move(run, {k: bytes_of(parts[k]) for k in _others(n, me) if items[k].data is None}, {})
+                self._move(run, {k: bytes_of(parts[k]) for k in others(n, me) if items[k].data is None}, {})
                 self._agree_on_gradients(run)
                 return read_only(parts[me])
             shape, buffer = items[me].shape or (), items[me].data
@@ -275,13 +275,10 @@ class Messages:
         known = NearLengths(run.group.size, run.group.index, shape[near.dim], near)
 
         def steps() -> Steps:
-            begun = False
             while known.sends or known.sources:
                 for member, length in known.sends.items():
                     run.send(member, length.to_bytes(8, "little"), b"")
-                if not begun:
-                    begun = True
-                    yield
+                yield
                 known.take({k: int.from_bytes(run.take(k).head, "little") for k in known.sources})
             return known.lengths
 
@@ -306,19 +303,8 @@ class Messages:
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            shapes = [items[k, me].shape or () for k in range(n)]
-            counts = [prod(s) * dtype.itemsize for s in shapes]
-            buffer = self.comm.empty_buffer(sum(counts), run.call, parts)
-            places = pieces(buffer, counts)
-            for k, place in enumerate(places):
-                if k == me:
-                    put(place.view(dtype).reshape(parts[me].shape), parts[me])
-                elif items[k, me].data is not None:
-                    put(place, items[k, me].data)
-            others = _others(n, me)
-            sends = {k: bytes_of(parts[k]) for k in others if items[me, k].data is None}
-            self._move(run, sends, {k: places[k] for k in others if items[k, me].data is None})
-            return split(sealed(buffer), shapes, dtype)
+            sends = {k: bytes_of(parts[k]) for k in others(n, me) if items[me, k].data is None}
+            return self._collected(run, [items[k, me] for k in range(n)], parts[me], sends, parts)
 
         return run.start(steps())
 
@@ -376,9 +362,9 @@ class Messages:
         like = sends
 
         def steps() -> Steps:
-            others = {k: contiguous(x) for k, x in sends.items() if k != me}
+            outgoing = {k: contiguous(x) for k, x in sends.items() if k != me}
             self.comm.synchronize()
-            for k, x in others.items():
+            for k, x in outgoing.items():
                 run.send(k, pack_header(run.call.op, x.shape, False), x)
             yield
             blocks, coming = dict.fromkeys(sorted(sources)), []
@@ -390,7 +376,7 @@ class Messages:
                 coming.append((k, arrived))
             run.finish_receives()
             for k, arrived in coming:
-                shape = tuple(np.frombuffer(arrived.head, np.int64)[1:].tolist())
+                shape = unpack_shape(arrived.head)
                 place = into.get(k)
                 block = arrived.data.view(dtype).reshape(shape)
                 if place is None or place.shape != shape:
@@ -406,7 +392,7 @@ class Messages:
 
     def _place(self, run: Running, arriving: Any, place: Any, dtype: np.dtype, like: Any) -> Any:
         """Memory for the data of a message that has begun to come."""
-        shape = tuple(np.frombuffer(arriving.head, np.int64)[1:].tolist())
+        shape = unpack_shape(arriving.head)
         if place is not None and place.shape == shape and place.flags.c_contiguous:
             return bytes_of(place)
         return self.comm.empty_buffer(arriving.nbytes, run.call, like)
@@ -417,13 +403,11 @@ class Messages:
         schedule = phases.agreement(run.group.size, run.group.index)
 
         def steps() -> Steps:
-            runs, total, begun = [[1, own]], number, False
+            runs, total = [[1, own]], number
             for step in schedule.rounds:
                 for transfer in step.sends:
                     run.send(transfer.peer, b"", json.dumps([total, runs]).encode())
-                if not begun:
-                    begun = True
-                    yield
+                yield
                 for transfer in step.receives:
                     arrived = run.take(transfer.peer)
                     run.finish_receives()
@@ -443,7 +427,3 @@ def _on_end(first: list[Any], second: list[Any]) -> list[Any]:
     if first[-1][1] == second[0][1]:
         return [*first[:-1], [first[-1][0] + second[0][0], first[-1][1]], *second[1:]]
     return first + second
-
-
-def _others(n: int, me: int) -> list[int]:
-    return [(me + k) % n for k in range(1, n)]

@@ -47,16 +47,13 @@ class Reduction:
 
     def steps(self, schedule: Schedule, result: Span | None, synchronize: Callable[[], None]) -> Steps:
         """Run a schedule. result: the chunks whose total is wanted here, if any: it is returned as a flat array."""
-        begun = False
         for step in schedule.rounds:
             outgoing = [(transfer.peer, self._outgoing(step, transfer.items)) for transfer in step.sends]
             if outgoing:
                 synchronize()
             for peer, x in outgoing:
                 self.run.send(peer, b"", x)
-            if not begun:
-                begun = True
-                yield
+            yield
             if step.carries == "total" and step.receives and self.total is None and result is not None:
                 self._begin_total(result)
             self._receive(step)

@@ -24,7 +24,7 @@ from spmd.transport.processes.links import ROOM, Link, Parcel
 __all__ = ["Arrived", "Running", "Steps"]
 
 Steps = Generator[None, None, Any]
-"""A collective: it sends the messages of the first round, yields once, and returns the result."""
+"""A collective. It yields when it has sent the messages of a round, and then takes what comes. It gives the result."""
 
 
 class Groups(Protocol):
@@ -84,12 +84,12 @@ class Running:
         return Done(self.value) if self.steps is None else self
 
     def wait(self) -> Any:
-        if self.steps is not None:
+        while self.steps is not None:
             self._go_on()
         return self.value
 
     def _go_on(self) -> None:
-        """Send, or receive and finish."""
+        """Take what comes in the round that has begun, and send the messages of the next; or finish."""
         assert self.steps is not None
         try:
             next(self.steps)
