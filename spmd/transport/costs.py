@@ -40,17 +40,17 @@ def cost_of(
     if kind == "all_reduce":
         return cost.all_reduce(n, me, size, itemsize, partial, per_host)
     if kind == "reduce":
-        return cost.reduce(n, me, root, size, itemsize, partial)
+        return cost.reduce(n, me, root, size, itemsize, partial, per_host)
     if kind == "broadcast":
         return cost.broadcast(n, me, root, size * itemsize if me == root else came)
     if kind in ("all_gather", "gather"):
         sizes = Sizes.equal(n, size * itemsize)
-        return cost.all_gather(n, me, sizes) if kind == "all_gather" else cost.gather(n, me, root, sizes)
+        return cost.all_gather(n, me, sizes, per_host) if kind == "all_gather" else cost.gather(n, me, root, sizes)
     if kind == "scatter" and me != root:
         return cost.scatter(n, me, root, Sizes.equal(n, came))
     entries = [part or 0 for part in parts]
     if kind == "reduce_scatter":
-        return cost.reduce_scatter(n, me, entries, itemsize, partial)
+        return cost.reduce_scatter(n, me, entries, itemsize, partial, per_host)
     each = [part * itemsize for part in entries]
     if kind == "scatter":
         return cost.scatter(n, me, root, Sizes(each))

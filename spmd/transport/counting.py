@@ -165,15 +165,15 @@ class _Counter:
 
     def _costs(self, group: Group, notes: Sequence[_Note]) -> tuple[Sequence[Cost], int]:
         n, (kind, dtype, size, _, root, _) = group.size, notes[0]
-        itemsize, partial = dtype.itemsize, accurate(dtype).itemsize
+        itemsize, partial, per_host = dtype.itemsize, accurate(dtype).itemsize, self.per_host(group)
         if kind in ("agreement", "shapes"):
             return _fixed(kind, n)
         if kind == "all_reduce":
-            return _all_reduce(n, size, itemsize, partial, self.per_host(group))
+            return _all_reduce(n, size, itemsize, partial, per_host)
         if kind == "reduce":
-            return _reduce(n, root, size, itemsize, partial)
+            return _reduce(n, root, size, itemsize, partial, per_host)
         if kind == "reduce_scatter":
-            return _reduce_scatter(n, tuple(notes[0].parts.values()), itemsize, partial)
+            return _reduce_scatter(n, tuple(notes[0].parts.values()), itemsize, partial, per_host)
         if kind == "broadcast":
             return _broadcast(n, root, notes[root].size * itemsize)
         if kind == "all_to_all":
@@ -187,7 +187,7 @@ class _Counter:
             path = cost.path(kind, choice.gather(), n) + any(s > choice.INLINE_MAX for s in sizes.each)
             return [cost.gather(n, k, root, sizes) for k in range(n)], path
         path = cost.path(kind, choice.all_gather(n), n) + (n - 1) * sizes.any_large
-        return [cost.all_gather(n, k, sizes) for k in range(n)], path
+        return [cost.all_gather(n, k, sizes, per_host) for k in range(n)], path
 
 
 def _lengths(own: Sequence[int], near: Near) -> tuple[list[Cost], int]:
@@ -234,15 +234,18 @@ def _all_reduce(n: int, size: int, itemsize: int, partial: int, per_host: int) -
 
 
 @lru_cache(maxsize=64)
-def _reduce(n: int, root: int, size: int, itemsize: int, partial: int) -> tuple[Sequence[Cost], int]:
-    costs = [cost.reduce(n, me, root, size, itemsize, partial) for me in range(n)]
-    return costs, cost.path("reduce", choice.reduce(n, size * itemsize), n, root)
+def _reduce(n: int, root: int, size: int, itemsize: int, partial: int, per_host: int) -> tuple[Sequence[Cost], int]:
+    costs = [cost.reduce(n, me, root, size, itemsize, partial, per_host) for me in range(n)]
+    return costs, cost.path("reduce", choice.reduce(n, size * itemsize, per_host, partial != itemsize), n, root)
 
 
 @lru_cache(maxsize=64)
-def _reduce_scatter(n: int, sizes: tuple[int, ...], itemsize: int, partial: int) -> tuple[Sequence[Cost], int]:
-    costs = [cost.reduce_scatter(n, me, sizes, itemsize, partial) for me in range(n)]
-    return costs, cost.path("reduce_scatter", choice.reduce_scatter(n, sum(sizes) * itemsize), n)
+def _reduce_scatter(
+    n: int, sizes: tuple[int, ...], itemsize: int, partial: int, per_host: int
+) -> tuple[Sequence[Cost], int]:
+    costs = [cost.reduce_scatter(n, me, sizes, itemsize, partial, per_host) for me in range(n)]
+    name = choice.reduce_scatter(n, sum(sizes) * itemsize, per_host, partial != itemsize)
+    return costs, cost.path("reduce_scatter", name, n)
 
 
 @lru_cache(maxsize=64)

@@ -17,10 +17,11 @@ ALGORITHMS = {
         *("recursive doubling", "pairwise", "halving and doubling"),
         *("two levels, recursive doubling", "two levels, pairwise", "two levels, halving and doubling"),
     ],
-    "reduce": ["binomial tree", "pairwise"],
+    "reduce": ["binomial tree", "pairwise", "halving and gather"],
     "reduce_scatter": ["halving", "pairwise"],
     "all_to_all": ["Bruck", "pairwise"],
     "all_gather": ["Bruck", "ring", "pairwise"],
+    "all_gather_large": ["ring", "pairwise"],
 }
 DTYPES = "bool int32 float16 float32 complex128".split()
 SIZES = [0, 1, 5, 300, 20_000]

@@ -10,6 +10,7 @@ __all__ = [
     "SEPARATE_MIN",
     "TREE_MAX",
     "all_gather",
+    "all_gather_large",
     "all_reduce",
     "all_to_all",
     "forced",
@@ -56,11 +57,12 @@ def _power_of_two(n: int) -> bool:
 
 
 def possible(algorithm: str, n: int, per_host: int = 1) -> bool:
-    """Whether an all-reduce of n members, `per_host` of them on each host, can use an algorithm."""
+    """Whether an all-reduce or reduce of n members, `per_host` of them on each host, can use an algorithm."""
     between = algorithm.removeprefix("two levels, ")
     if between != algorithm and not 1 < per_host < n:
         return False
-    return between != "halving and doubling" or _power_of_two(n if between == algorithm else n // per_host)
+    halves = between in ("halving and doubling", "halving and gather")
+    return not halves or _power_of_two(n if between == algorithm else n // per_host)
 
 
 def all_reduce(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> str:
@@ -80,16 +82,28 @@ def all_reduce(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> s
     return "halving and doubling" if _power_of_two(n) else "pairwise"
 
 
-def reduce(n: int, nbytes: int) -> str:
-    """The algorithm of a reduction to one member."""
+def reduce(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> str:
+    """The algorithm of a reduction to one member. short: whether partial sums have longer entries than the blocks."""
     prescribed = _forced.get("reduce")
-    return prescribed or ("binomial tree" if n <= 2 or nbytes <= DOUBLING_MAX else "pairwise")
+    if prescribed is not None and possible(prescribed, n):
+        return prescribed
+    if n <= 2 or nbytes <= DOUBLING_MAX:
+        return "binomial tree"
+    return "halving and gather" if _halves_stay_on_hosts(n, per_host, short) else "pairwise"
 
 
-def reduce_scatter(n: int, nbytes: int) -> str:
-    """The algorithm of a reduce-scatter. nbytes: of all parts that a member brings."""
-    prescribed = _forced.get("reduce_scatter")
-    return prescribed or ("halving" if nbytes <= DOUBLING_MAX else "pairwise")
+def reduce_scatter(n: int, nbytes: int, per_host: int = 1, short: bool = False) -> str:
+    """The algorithm of a reduce-scatter. nbytes: of all parts that a member brings. short: whether partial sums have
+    longer entries than the blocks."""
+    small = nbytes <= DOUBLING_MAX
+    return _forced.get("reduce_scatter") or (
+        "halving" if small or _halves_stay_on_hosts(n, per_host, short) else "pairwise"
+    )
+
+
+def _halves_stay_on_hosts(n: int, per_host: int, short: bool) -> bool:
+    """Whether large blocks are best reduced by halving: first on each host, so that only sums go between hosts."""
+    return 1 < per_host < n and _power_of_two(n) and not short
 
 
 def all_to_all(n: int) -> str:
@@ -102,6 +116,12 @@ def all_to_all(n: int) -> str:
 def all_gather(n: int) -> str:
     """The algorithm by which small blocks of an all-gather go."""
     return _forced.get("all_gather") or "Bruck"
+
+
+def all_gather_large(n: int, per_host: int = 1) -> str:
+    """The algorithm by which large blocks of an all-gather go. Around a ring a block enters each host once, straight to
+    all it enters it once for each member there."""
+    return _forced.get("all_gather_large") or ("ring" if 1 < per_host < n else "pairwise")
 
 
 def gather() -> str:

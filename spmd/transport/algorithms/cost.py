@@ -58,12 +58,13 @@ NOTHING = Cost()
 class Sizes:
     """The bytes of the members' blocks, or of the parts for them."""
 
-    __slots__ = ("_ends", "_small", "each", "n")
+    __slots__ = ("_around", "_ends", "_small", "each", "n")
 
     def __init__(self, each: Sequence[int]):
         self.each, self.n = each, len(each)
         self._ends: list[int] | None = None
         self._small: Sizes | None = None
+        self._around: tuple[list[bool], int, int] | None = None
 
     @classmethod
     def equal(cls, n: int, nbytes: int) -> Sizes:
@@ -88,6 +89,15 @@ class Sizes:
     @property
     def any_large(self) -> bool:
         return self.small is not self
+
+    @property
+    def around(self) -> tuple[list[bool], int, int]:
+        """Of the ring of members: which have large blocks, how many these are, and between how many neighbours such
+        blocks go from one or the other."""
+        if self._around is None:
+            large = [nbytes > choice.INLINE_MAX for nbytes in self.each]
+            self._around = large, sum(large), sum(large[k] or large[k - 1] for k in range(self.n))
+        return self._around
 
     def between(self, start: int, count: int) -> int:
         """The bytes of `count` consecutive members of the ring, from `start` on."""
@@ -168,25 +178,34 @@ def _as_partial(schedule: Schedule) -> Schedule:
     return schedule._replace(rounds=tuple(rounds))
 
 
-def reduce(n: int, me: int, root: int, size: int, itemsize: int, partial: int, algorithm: str | None = None) -> Cost:
+def reduce(
+    n: int, me: int, root: int, size: int, itemsize: int, partial: int, per_host: int = 1, algorithm: str | None = None
+) -> Cost:
     """A reduction of blocks of `size` entries to the member `root`."""
     if n == 1:
         return NOTHING
-    name = algorithm or choice.reduce(n, size * itemsize)
+    name = algorithm or choice.reduce(n, size * itemsize, per_host, partial != itemsize)
     if name != "pairwise":
-        return _summed(reductions.reduce(name, n, me, root), (0, size), itemsize, partial)
+        schedule = reductions.reduce(name, n, me, root)
+        return _summed(schedule, offsets(block_sizes(size, schedule.chunks)), itemsize, partial)
     own = block_sizes(size, n)[me]
     return Cost(n - 1, (size - own) * itemsize, 2) + (NOTHING if me == root else Cost(1, own * itemsize))
 
 
 def reduce_scatter(
-    n: int, me: int, sizes: Sequence[int], itemsize: int, partial: int, algorithm: str | None = None
+    n: int,
+    me: int,
+    sizes: Sequence[int],
+    itemsize: int,
+    partial: int,
+    per_host: int = 1,
+    algorithm: str | None = None,
 ) -> Cost:
     """A reduce-scatter. sizes: the entries of the part for each member."""
     if n == 1:
         return NOTHING
     size = sum(sizes)
-    name = algorithm or choice.reduce_scatter(n, size * itemsize)
+    name = algorithm or choice.reduce_scatter(n, size * itemsize, per_host, partial != itemsize)
     if name == "pairwise":
         return Cost(n - 1, (size - sizes[me]) * itemsize, 1)
     ends = offsets([sizes[k] for k in reductions.packed_order(n)])
@@ -201,11 +220,13 @@ def _direct(large: bool, messages: int, nbytes: int, sends: bool) -> Cost:
     return Cost(messages, nbytes, 1) if sends else Cost(rounds=int(large))
 
 
-def all_gather(n: int, me: int, sizes: Sizes, algorithm: str | None = None) -> Cost:
-    """An all-gather of the members' blocks."""
+def all_gather(
+    n: int, me: int, sizes: Sizes, per_host: int = 1, algorithm: str | None = None, large: str | None = None
+) -> Cost:
+    """An all-gather of the members' blocks. algorithm: for small blocks; large: for the others."""
     if n == 1:
         return NOTHING
-    name, small, own = algorithm or choice.all_gather(n), sizes.small, sizes.each[me]
+    name, small = algorithm or choice.all_gather(n), sizes.small
     if name == "Bruck":
         counts = [min(1 << j, n - (1 << j)) for j in range(_steps(n))]
         first = Cost(len(counts), sum(small.between(me, count) for count in counts), len(counts))
@@ -213,12 +234,23 @@ def all_gather(n: int, me: int, sizes: Sizes, algorithm: str | None = None) -> C
         first = Cost(n - 1, small.between(me + 2, n - 1), n - 1)
     else:
         first = Cost(n - 1, (n - 1) * small.each[me], 1)
-    return first + _direct(sizes.any_large, n - 1, (n - 1) * own, own > choice.INLINE_MAX)
+    if not sizes.any_large:
+        return first
+    return first + _all_gather_large(n, me, sizes, large or choice.all_gather_large(n, per_host))
+
+
+def _all_gather_large(n: int, me: int, sizes: Sizes, name: str) -> Cost:
+    own, following = sizes.each[me], (me + 1) % n
+    if name != "ring":
+        return _direct(True, n - 1, (n - 1) * own, own > choice.INLINE_MAX)
+    large, count, pairs = sizes.around
+    nbytes = sizes.between(me + 2, n - 1) - sizes.small.between(me + 2, n - 1)
+    return Cost(count - large[following], nbytes, pairs - (large[me] or large[following]))
 
 
 def shapes(n: int, me: int) -> Cost:
     """An exchange of the shapes of all blocks: no bytes of blocks."""
-    return all_gather(n, me, Sizes.equal(n, 0), "Bruck")
+    return all_gather(n, me, Sizes.equal(n, 0), algorithm="Bruck")
 
 
 def all_to_all(n: int, me: int, parts: Sequence[int], algorithm: str | None = None, comes_large: bool = False) -> Cost:
@@ -318,6 +350,7 @@ _PATHS: dict[tuple[str, str], Callable[[int], int]] = {
     ("all_gather", "Bruck"): _steps,
     ("all_to_all", "Bruck"): _steps,
     ("reduce", "pairwise"): lambda n: n,
+    ("reduce", "halving and gather"): lambda n: _steps(n) + 1,
     ("reduce_scatter", "pairwise"): lambda n: n - 1,
     ("all_gather", "ring"): lambda n: n - 1,
     ("all_gather", "pairwise"): lambda n: n - 1,

@@ -12,14 +12,18 @@ from spmd.transport.algorithms.schedule import Schedule
 __all__ = [
     "agreement",
     "all_gather",
+    "all_gather_large",
     "all_reduce",
     "all_to_all",
+    "all_to_all_large",
     "broadcast",
     "gather",
+    "gather_large",
     "meet",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "scatter_large",
     "shapes",
     "spread",
 ]
@@ -31,19 +35,24 @@ def all_reduce(n: int, me: int, nbytes: int, per_host: int = 1, short: bool = Fa
     return reductions.all_reduce(name, n, me, per_host if name.startswith("two") else 1)
 
 
-def reduce(n: int, me: int, root: int, nbytes: int) -> Schedule:
+def reduce(n: int, me: int, root: int, nbytes: int, per_host: int = 1, short: bool = False) -> Schedule:
     """A reduction to the member `root`."""
-    return reductions.reduce(choice.reduce(n, nbytes), n, me, root)
+    return reductions.reduce(choice.reduce(n, nbytes, per_host, short), n, me, root)
 
 
-def reduce_scatter(n: int, me: int, nbytes: int) -> Schedule:
+def reduce_scatter(n: int, me: int, nbytes: int, per_host: int = 1, short: bool = False) -> Schedule:
     """A reduce-scatter. nbytes: of all parts that a member brings."""
-    return reductions.reduce_scatter(choice.reduce_scatter(n, nbytes), n, me)
+    return reductions.reduce_scatter(choice.reduce_scatter(n, nbytes, per_host, short), n, me)
 
 
 def all_gather(n: int, me: int) -> Schedule:
     """The small blocks of an all-gather."""
     return routing.all_gather(choice.all_gather(n), n, me)
+
+
+def all_gather_large(n: int, me: int, per_host: int = 1) -> Schedule:
+    """The large blocks of an all-gather, whose shapes all know."""
+    return routing.all_gather(choice.all_gather_large(n, per_host), n, me)
 
 
 def shapes(n: int, me: int) -> Schedule:
@@ -54,6 +63,11 @@ def shapes(n: int, me: int) -> Schedule:
 def all_to_all(n: int, me: int) -> Schedule:
     """The small parts of an all-to-all."""
     return routing.all_to_all(choice.all_to_all(n), n, me)
+
+
+def all_to_all_large(n: int, me: int) -> Schedule:
+    """The large parts of an all-to-all, whose shapes their receivers know."""
+    return routing.all_to_all("pairwise", n, me)
 
 
 meet = all_to_all
@@ -75,9 +89,19 @@ def gather(n: int, me: int, root: int) -> Schedule:
     return routing.gather(choice.gather(), n, me, root)
 
 
+def gather_large(n: int, me: int, root: int) -> Schedule:
+    """The large blocks of a gather, whose shapes the root knows."""
+    return routing.gather("direct", n, me, root)
+
+
 def scatter(n: int, me: int, root: int) -> Schedule:
     """The small parts of a scatter from the member `root`."""
     return routing.scatter(choice.scatter(), n, me, root)
+
+
+def scatter_large(n: int, me: int, root: int) -> Schedule:
+    """The large parts of a scatter, whose shapes their receivers know."""
+    return routing.scatter("direct", n, me, root)
 
 
 def agreement(n: int, me: int) -> Schedule:

@@ -195,15 +195,18 @@ def reduce_scatter(algorithm: str, n: int, me: int) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def reduce(algorithm: str, n: int, me: int, root: int) -> Schedule:
-    """The schedule of a reduction to the member `root`. algorithm: "binomial tree", or "pairwise": each member sums one
-    chunk, and the root gathers them."""
-    if algorithm == "pairwise":
-        if me == root:
-            gather = Round(receives=tuple(Transfer(k, (k, k + 1)) for k in others(n, me)), carries="total")
-        else:
-            gather = Round(sends=(Transfer(root, (me, me + 1)),), carries="total")
-        return Schedule("pairwise", (_collect(n, me), gather), n)
+    """The schedule of a reduction to the member `root`. algorithm: "binomial tree"; "pairwise", or "halving and gather"
+    (n a power of two): each member sums one chunk, and the root gathers them."""
     tree, whole = _Tree(n), (0, 1)
+    if algorithm != "binomial tree":
+        halving = algorithm != "pairwise"
+        rounds = _halving(tree, me, list(range(n + 1)))[0] if halving else [_collect(n, me)]
+        spans = {k: (place, place + 1) for place, k in enumerate(packed_order(n) if halving else range(n))}
+        if me == root:
+            gather = Round(receives=tuple(Transfer(k, spans[k]) for k in others(n, me)), carries="total")
+        else:
+            gather = Round(sends=(Transfer(root, spans[me]),), carries="total")
+        return Schedule(algorithm, (*rounds, gather), n)
 
     def holder(vertex: int, level: int) -> int:
         """The member that has the sum of the subtree of 2**level vertices to which a vertex belongs."""

@@ -72,14 +72,16 @@ def _algorithms(kind: str, n: int, nbytes: int, per_host: int) -> Iterator[_Algo
                 path = cost.path(kind, name, n, 0, per_host)
                 yield name, lambda k, a=name: cost.all_reduce(n, k, nbytes, 1, 1, per_host, a), path, name == chosen
     elif kind == "reduce":
-        for name in ("binomial tree", "pairwise"):
-            path, chosen = cost.path(kind, name, n), choice.reduce(n, nbytes)
-            yield name, lambda k, a=name: cost.reduce(n, k, 0, nbytes, 1, 1, a), path, name == chosen
+        chosen = choice.reduce(n, nbytes, per_host)
+        for name in ("binomial tree", "halving and gather", "pairwise"):
+            if choice.possible(name, n):
+                path = cost.path(kind, name, n)
+                yield name, lambda k, a=name: cost.reduce(n, k, 0, nbytes, 1, 1, per_host, a), path, name == chosen
     elif kind == "reduce_scatter":
         sizes = block_sizes(nbytes, n)
         for name in ("halving", "pairwise"):
-            path, chosen = cost.path(kind, name, n), choice.reduce_scatter(n, nbytes)
-            yield name, lambda k, a=name: cost.reduce_scatter(n, k, sizes, 1, 1, a), path, name == chosen
+            path, chosen = cost.path(kind, name, n), choice.reduce_scatter(n, nbytes, per_host)
+            yield name, lambda k, a=name: cost.reduce_scatter(n, k, sizes, 1, 1, per_host, a), path, name == chosen
     elif kind == "broadcast":
         tree, small = cost.path(kind, "binomial tree", n), nbytes <= choice.TREE_MAX
         yield "binomial tree", lambda k: cost.broadcast(n, k, 0, nbytes, True), tree, small
@@ -87,30 +89,38 @@ def _algorithms(kind: str, n: int, nbytes: int, per_host: int) -> Iterator[_Algo
         name = "scatter and all-gather" if n > 3 else "binomial tree twice"
         yield f"{name}, after the shape", lambda k: cost.broadcast(n, k, 0, nbytes, False), path, not small
     else:
-        yield from _movements(kind, n, nbytes)
+        yield from _movements(kind, n, nbytes, per_host)
 
 
-def _movements(kind: str, n: int, nbytes: int) -> Iterator[_Algorithm]:
-    """Movements of which large blocks go directly, after the algorithm has told their shapes."""
+def _movements(kind: str, n: int, nbytes: int, per_host: int) -> Iterator[_Algorithm]:
+    """Movements of which large blocks go by themselves, after the algorithm has told their shapes."""
     parts = block_sizes(nbytes, n) if kind in ("scatter", "all_to_all") else []
     sizes = Sizes(parts) if parts else Sizes.equal(n, nbytes)
-    direct = {"all_gather": n - 1, "all_to_all": n - 1, "scatter": n - 1, "gather": 1}[kind] * sizes.any_large
-    chosen = {"all_gather": choice.all_gather, "all_to_all": choice.all_to_all}.get(kind)
-    if kind in ("gather", "scatter"):
-        member_cost = cost.gather if kind == "gather" else cost.scatter
-        for name in ("binomial tree", "direct"):
-            path = cost.path(kind, name, n) + direct
-            used = name == (choice.gather() if kind == "gather" else choice.scatter())
-            yield _named(name, direct), lambda k, a=name: member_cost(n, k, 0, sizes, a), path, used
+    large = {"all_gather": n - 1, "all_to_all": n - 1, "scatter": n - 1, "gather": 1}[kind] * sizes.any_large
+    if kind == "all_gather":
+        yield from _all_gathers(n, sizes, per_host)
         return
-    assert chosen is not None
-    for name in ("Bruck", "ring", "pairwise") if kind == "all_gather" else ("Bruck", "pairwise"):
-        path = cost.path(kind, name, n) + direct
-        if kind == "all_gather":
-            yield _named(name, direct), lambda k, a=name: cost.all_gather(n, k, sizes, a), path, name == chosen(n)
-        else:
-            yield _named(name, direct), lambda k, a=name: cost.all_to_all(n, k, parts, a), path, name == chosen(n)
+    member_cost: Callable[[int, str], Cost]
+    if kind == "all_to_all":
+        names, chosen = ("Bruck", "pairwise"), choice.all_to_all(n)
+        member_cost = lambda k, name: cost.all_to_all(n, k, parts, name)
+    else:
+        names, chosen = ("binomial tree", "direct"), choice.gather() if kind == "gather" else choice.scatter()
+        rooted = cost.gather if kind == "gather" else cost.scatter
+        member_cost = lambda k, name: rooted(n, k, 0, sizes, name)
+    for name in names:
+        label = f"{name}, then directly" if large else name
+        yield label, lambda k, a=name: member_cost(k, a), cost.path(kind, name, n) + large, name == chosen
 
 
-def _named(name: str, direct: int) -> str:
-    return f"{name}, then directly" if direct else name
+def _all_gathers(n: int, sizes: Sizes, per_host: int) -> Iterator[_Algorithm]:
+    first, second = choice.all_gather(n), choice.all_gather_large(n, per_host)
+    for name in ("Bruck", "ring", "pairwise"):
+        path = cost.path("all_gather", name, n)
+        if not sizes.any_large:
+            yield name, lambda k, a=name: cost.all_gather(n, k, sizes, algorithm=a), path, name == first
+            continue
+        for large, label in (("ring", "around a ring"), ("pairwise", "directly")):
+            both = (name, large)
+            member_cost = lambda k, a=both: cost.all_gather(n, k, sizes, per_host, *a)
+            yield f"{name}, then {label}", member_cost, path + n - 1, both == (first, second)

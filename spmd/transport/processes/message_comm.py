@@ -105,14 +105,16 @@ class Messages:
     # Reductions.
 
     def all_reduce(self, run: Running, x: Any, how: str) -> Handle:
-        n, me = run.group.size, run.group.index
-        per_host = self.comm.members_per_host(run.group)
-        schedule = phases.all_reduce(n, me, x.nbytes, per_host, accurate(x.dtype) != x.dtype)
+        schedule = phases.all_reduce(run.group.size, run.group.index, x.nbytes, *self._hosts(run, x))
         return self._reduce_flat(run, schedule, x, how, (0, schedule.chunks))
+
+    def _hosts(self, run: Running, x: Any) -> tuple[int, bool]:
+        """The members on each host, and whether partial sums have longer entries than blocks."""
+        return self.comm.members_per_host(run.group), accurate(x.dtype) != x.dtype
 
     def reduce(self, run: Running, x: Any, root: int) -> Handle:
         n, me = run.group.size, run.group.index
-        schedule = phases.reduce(n, me, root, x.nbytes)
+        schedule = phases.reduce(n, me, root, x.nbytes, *self._hosts(run, x))
         return self._reduce_flat(run, schedule, x, "sum", (0, schedule.chunks) if me == root else None, False)
 
     def _reduce_flat(
@@ -135,7 +137,7 @@ class Messages:
 
     def reduce_scatter(self, run: Running, parts: Sequence[Any]) -> Handle:
         n, me = run.group.size, run.group.index
-        schedule = phases.reduce_scatter(n, me, sum(p.nbytes for p in parts))
+        schedule = phases.reduce_scatter(n, me, sum(p.nbytes for p in parts), *self._hosts(run, parts[me]))
         order = reductions.packed_order(n) if schedule.algorithm == "halving" else range(n)
         own, flat = parts[me], [bytes_of(parts[k]).view(parts[k].dtype) for k in order]
         place = order.index(me)
@@ -175,26 +177,35 @@ class Messages:
             if not arrived.placed:
                 put(receives[k], arrived.data)
 
+    def _route_large(
+        self, run: Running, schedule: Schedule, items: Mapping[Any, _Item], places: Mapping[Any, Any]
+    ) -> None:
+        """Move the items that are known to be large as the schedule says, one at a time. places: the bytes of those
+        that are here, and memory for those that come."""
+        for step in schedule.rounds:
+            sends, receives = (
+                {t.peer: places[key] for t in transfers for key in t.items if items[key].data is None}
+                for transfers in (step.sends, step.receives)
+            )
+            if sends or receives:
+                self._move(run, sends, receives)
+
     def _collected(
-        self, run: Running, items: Sequence[_Item], own: Any, sends: Mapping[int, Any], like: Any
-    ) -> list[np.ndarray]:
-        """What comes from each member, one after the other in memory. items: by member, the large ones without data,
-        which come directly. own: in place of this member's. sends: the large ones that go from here. like: what this
-        member contributes."""
+        self, run: Running, items: Mapping[Any, _Item], keys: Sequence[Any], own: Any, like: Any
+    ) -> tuple[list[np.ndarray], dict[Any, Any]]:
+        """Memory for what comes from each member, one after the other, with what has come by now. keys: of the items
+        that are wanted, by member. own: in place of this member's. like: what this member contributes. Gives the
+        blocks, and the bytes of each item."""
         me, dtype = run.group.index, own.dtype
-        shapes = [item.shape or () for item in items]
+        shapes = [items[key].shape or () for key in keys]
         counts = [prod(s) * dtype.itemsize for s in shapes]
         buffer = self.comm.empty_buffer(sum(counts), run.call, like)
-        places = pieces(buffer, counts)
-        put(places[me].view(dtype).reshape(own.shape), own)
-        directly = {}
-        for k in others(len(items), me):
-            if items[k].data is None:
-                directly[k] = places[k]
-            else:
-                put(places[k], items[k].data)
-        self._move(run, sends, directly)
-        return split(sealed(buffer), shapes, dtype)
+        places = dict(zip(keys, pieces(buffer, counts), strict=True))
+        put(places[keys[me]].view(dtype).reshape(own.shape), own)
+        for k in others(len(keys), me):
+            if items[keys[k]].data is not None:
+                put(places[keys[k]], items[keys[k]].data)
+        return split(sealed(buffer), shapes, dtype), places
 
     def _agree_on_gradients(self, run: Running) -> None:
         """Let all members know whether any one's block is differentiated, where they have not all heard of each
@@ -211,12 +222,13 @@ class Messages:
         """The blocks of all members, as a list."""
         n, me, dtype = run.group.size, run.group.index, x.dtype
         items = {me: self._item(run, x)}
-        schedule = phases.all_gather(n, me)
+        schedule, per_host = phases.all_gather(n, me), self.comm.members_per_host(run.group)
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            to = others(n, me) if items[me].data is None else []
-            return self._collected(run, [items[k] for k in range(n)], x, dict.fromkeys(to, bytes_of(x)), x)
+            blocks, places = self._collected(run, items, range(n), x, x)
+            self._route_large(run, phases.all_gather_large(n, me, per_host), items, places)
+            return blocks
 
         return run.start(steps())
 
@@ -228,11 +240,10 @@ class Messages:
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            if me != root:
-                self._move(run, {root: bytes_of(x)} if items[me].data is None else {}, {})
-                self._agree_on_gradients(run)
-                return None
-            blocks = self._collected(run, [items[k] for k in range(n)], x, {}, x)
+            blocks, places = None, {me: bytes_of(x)}
+            if me == root:
+                blocks, places = self._collected(run, items, range(n), x, x)
+            self._route_large(run, phases.gather_large(n, me, root), items, places)
             self._agree_on_gradients(run)
             return blocks
 
@@ -246,16 +257,16 @@ class Messages:
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            if parts is not None:
-                self._move(run, {k: bytes_of(parts[k]) for k in others(n, me) if items[k].data is None}, {})
-                self._agree_on_gradients(run)
-                return read_only(parts[me])
             shape, buffer = items[me].shape or (), items[me].data
-            if buffer is None:
-                buffer = self.comm.empty_buffer(prod(shape) * dtype.itemsize, run.call, None)
-                self._move(run, {}, {root: buffer})
+            if parts is not None:
+                places = {k: bytes_of(part) for k, part in enumerate(parts)}
+            else:
+                if buffer is None:
+                    buffer = self.comm.empty_buffer(prod(shape) * dtype.itemsize, run.call, None)
+                places = {me: buffer}
+            self._route_large(run, phases.scatter_large(n, me, root), items, places)
             self._agree_on_gradients(run)
-            return sealed(buffer.view(dtype).reshape(shape))
+            return sealed(buffer.view(dtype).reshape(shape)) if parts is None else read_only(parts[me])
 
         return run.start(steps())
 
@@ -303,8 +314,10 @@ class Messages:
 
         def steps() -> Steps:
             yield from self._route(run, schedule, items, dtype.itemsize)
-            sends = {k: bytes_of(parts[k]) for k in others(n, me) if items[me, k].data is None}
-            return self._collected(run, [items[k, me] for k in range(n)], parts[me], sends, parts)
+            blocks, places = self._collected(run, items, [(k, me) for k in range(n)], parts[me], parts)
+            places |= {(me, k): bytes_of(parts[k]) for k in others(n, me)}
+            self._route_large(run, phases.all_to_all_large(n, me), items, places)
+            return blocks
 
         return run.start(steps())
 

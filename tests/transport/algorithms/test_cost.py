@@ -58,6 +58,18 @@ def reduced(schedule: Schedule, sizes, itemsize: int, partial: int) -> Cost:
     return Cost(messages_of(schedule), nbytes, len(schedule.rounds))
 
 
+def large_alone(schedule: Schedule, nbytes) -> Cost:
+    """A schedule by which only large items go."""
+    rounds = []
+    for step in schedule.rounds:
+        sends, receives = (
+            [k for t in transfers for k in t.items if nbytes[k] > choice.INLINE_MAX]
+            for transfers in (step.sends, step.receives)
+        )
+        rounds.append(Cost(len(sends), sum(nbytes[k] for k in sends), bool(sends or receives)))
+    return sum(rounds, Cost())
+
+
 def blocks(n: int) -> list[int]:
     """Bytes of blocks: uneven, some of none, some that go directly."""
     return [(0, 24, LARGE, 8, LARGE + 16)[(k * k + 3 * k) % 5] for k in range(n)]
@@ -82,17 +94,18 @@ def test_reductions_cost_what_their_schedules_send(n, size, itemsize, partial):
         assert cost.all_reduce(n, me, size, itemsize, partial) == (
             reduced(chosen, block_sizes(size, chosen.chunks), itemsize, partial) if n > 1 else Cost()
         )
-        for root in {0, n // 2, n - 1}:
-            schedule = phases.reduce(n, me, root, size * itemsize)
-            assert cost.reduce(n, me, root, size, itemsize, partial) == (
-                reduced(schedule, block_sizes(size, schedule.chunks), itemsize, partial) if n > 1 else Cost()
+        short, parts = partial != itemsize, [(size + 7 * k) % (size + 1) for k in range(n)]
+        for per_host in (1, 2):
+            for root in {0, n // 2, n - 1}:
+                schedule = phases.reduce(n, me, root, size * itemsize, per_host, short)
+                assert cost.reduce(n, me, root, size, itemsize, partial, per_host) == (
+                    reduced(schedule, block_sizes(size, schedule.chunks), itemsize, partial) if n > 1 else Cost()
+                )
+            schedule = phases.reduce_scatter(n, me, sum(parts) * itemsize, per_host, short)
+            order = reductions.packed_order(n) if schedule.algorithm == "halving" else range(n)
+            assert cost.reduce_scatter(n, me, parts, itemsize, partial, per_host) == (
+                reduced(schedule, [parts[k] for k in order], itemsize, partial) if n > 1 else Cost()
             )
-        parts = [(size + 7 * k) % (size + 1) for k in range(n)]
-        schedule = phases.reduce_scatter(n, me, sum(parts) * itemsize)
-        order = reductions.packed_order(n) if schedule.algorithm == "halving" else range(n)
-        assert cost.reduce_scatter(n, me, parts, itemsize, partial) == (
-            reduced(schedule, [parts[k] for k in order], itemsize, partial) if n > 1 else Cost()
-        )
 
 
 @pytest.mark.parametrize(("n", "per_host"), [(4, 2), (6, 2), (8, 2), (8, 4), (12, 4), (16, 4), (20, 4), (32, 8)])
@@ -118,10 +131,13 @@ def test_movements_cost_what_their_schedules_send(n, each):
     large = [k for k in range(n) if every[k] > choice.INLINE_MAX]
     small = lambda items: sum(inline[k] for k in items)
     for me in members(n):
-        second = (n - 1, (n - 1) * every[me]) if me in large else (0, 0)
+        directly = Cost(*(n - 1, (n - 1) * every[me]) if me in large else (0, 0), bool(large))
+        around = large_alone(routing.all_gather("ring", n, me), every)
         for name in ["Bruck", "ring", "pairwise"]:
             first = of(routing.all_gather(name, n, me), small)
-            assert cost.all_gather(n, me, sizes, name) == first + Cost(*second, bool(large)), name
+            assert cost.all_gather(n, me, sizes, 1, name) == first + directly, name
+            assert cost.all_gather(n, me, sizes, 1, name, "ring") == first + around, name
+            assert cost.all_gather(n, me, sizes, 2, name) == first + (around if n > 2 else directly), name
         for root in {0, n // 3, n - 1}:
             for name in ["binomial tree", "direct"]:
                 first = of(routing.gather(name, n, me, root), small)
@@ -171,7 +187,7 @@ def test_bytes_that_pass_through_others_are_counted_once_in_all():
 def test_paths_are_those_of_the_schedules(n):
     for kind, algorithm in cost._PATHS:
         module = reductions if kind in ("all_reduce", "reduce", "reduce_scatter") else routing
-        if kind == "all_reduce" and not choice.possible(algorithm, n):
+        if not choice.possible(algorithm, n):
             continue
         more = (n // 2,) if kind in ("broadcast", "gather", "scatter", "reduce") else ()
         schedules = [getattr(module, kind)(algorithm, n, me, *more) for me in range(n)]

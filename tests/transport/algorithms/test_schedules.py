@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spmd.transport.algorithms import reductions, routing
+from spmd.transport.algorithms import phases, reductions, routing
 from spmd.transport.algorithms.schedule import Round, Schedule, critical_path, messages_of, sent_bytes
 
 SIZES = [*range(1, 18), 24, 31, 32, 33, 48, 64]
@@ -136,7 +136,7 @@ def test_reduce_scatter_gives_each_member_its_part(n):
 @pytest.mark.parametrize("n", SIZES)
 def test_reduce_gives_the_root_the_sum(n):
     for root in sorted({0, 1 % n, n // 2, n - 1}):
-        for algorithm in "binomial tree", "pairwise":
+        for algorithm in ["binomial tree", "pairwise", *["halving and gather"] * (n & (n - 1) == 0)]:
             schedules = [reductions.reduce(algorithm, n, k, root) for k in range(n)]
             member = run(schedules)[root]
             for c in range(schedules[0].chunks):
@@ -207,6 +207,30 @@ def test_large_all_reduces_send_at_most_two_blocks(n):
             chunk = size // schedule.chunks
             sent = sent_bytes(schedule, lambda span, chunk=chunk: (span[1] - span[0]) * chunk)
             assert sent <= 2 * size * (n - 1) / n, algorithm
+
+
+@pytest.mark.parametrize(("n", "per_host"), [(4, 2), (8, 2), (8, 4), (16, 8), (64, 4), (256, 16)])
+def test_large_blocks_go_between_hosts_once(n, per_host):
+    """What comes to a host: each block of the others in an all-gather; in reductions the sum of each host that halves,
+    not the blocks of its members."""
+    hosts = n // per_host
+
+    def enters(schedules: Sequence[Schedule], items: Callable[[Any], int]) -> list[int]:
+        came = [0] * hosts
+        for me, schedule in enumerate(schedules):
+            for step in schedule.rounds:
+                for transfer in step.sends:
+                    host = transfer.peer // per_host
+                    came[host] += items(transfer.items) * (host != me // per_host)
+        return came
+
+    chunks = lambda span: span[1] - span[0]
+    gathers = [phases.all_gather_large(n, k, per_host) for k in range(n)]
+    assert enters(gathers, len) == [n - 1] * hosts
+    scatters = [phases.reduce_scatter(n, k, 1 << 30, per_host) for k in range(n)]
+    assert enters(scatters, chunks) == [n - per_host] * hosts
+    at_root = enters([phases.reduce(n, k, 0, 1 << 30, per_host) for k in range(n)], chunks)
+    assert at_root == [2 * (n - per_host)] + [n - per_host] * (hosts - 1)
 
 
 def test_a_wait_for_nobody_is_found():

@@ -50,13 +50,19 @@ def _algorithms(python: str, n: int, per_host: int) -> None:
         if cases[case] != expected[worker][case]
     ]
     assert not wrong, wrong[:10]
-    assert len(found) == 16
+    assert len(found) == 19
 
 
 @each_engine
 @pytest.mark.parametrize(("n", "per_host"), [(3, 1), (6, 2)])  # two levels, over three hosts
 def test_every_algorithm_gives_the_bits_of_virtual_workers(python, n, per_host):
     _algorithms(python, n, per_host)
+
+
+@each_mpi
+@pytest.mark.parametrize(("n", "per_host"), [(4, 2), (6, 2), (8, 4)])
+def test_what_is_sent_between_hosts_is_what_the_ledger_counts(python, n, per_host):
+    assert by_messages("counted.py", python=python, n=n, per_host=per_host) == "counted\n"
 
 
 @pytest.mark.full
