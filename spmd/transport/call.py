@@ -269,7 +269,7 @@ def _tree_difference(first: Side, second: Side) -> str:
 
 
 def deadlock(lines: Sequence[str]) -> DeadlockError:
-    """The error where workers wait in vain; the lines say who, in what, and for whom."""
+    """The error where workers wait for others that will never come; the lines say who, in what, and for whom."""
     return DeadlockError.at(
         "a collective",
         got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),

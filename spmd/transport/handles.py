@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Chained", "Done", "Handle", "Outcome", "read_only"]
+__all__ = ["Chained", "Done", "Handle", "Outcome", "read_only", "sealed"]
 
 
 class Handle(Protocol):
@@ -22,6 +22,15 @@ def read_only(x: Any) -> Any:
     """Make an array read-only, in place."""
     if type(x) is np.ndarray:
         x.setflags(False)  # pyright: ignore[reportCallIssue]  (by its name it takes twice as long)
+    return x
+
+
+def sealed(x: Any) -> Any:
+    """Make an array read-only, in place, and those of which it is a view."""
+    base = x
+    while type(base) is np.ndarray:
+        read_only(base)
+        base = base.base
     return x
 
 

@@ -15,8 +15,8 @@ from spmd.kernels.memory import nontemporal
 from spmd.layout import block_sizes, offsets
 from spmd.transport.algorithms.choice import SEPARATE_MIN
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Done, Handle, Mapped, read_only
-from spmd.transport.processes.announce import HeaderComm, read_only_buffer
+from spmd.transport.handles import Done, Handle, Mapped, read_only, sealed
+from spmd.transport.processes.announce import HeaderComm
 from spmd.transport.processes.channel import bytes_of, pieces
 
 __all__ = ["AllReduceComm"]
@@ -76,10 +76,8 @@ class AllReduceComm(HeaderComm):
         sends = {} if inline else {k: buffers[me] for k in range(n) if k != me}
         total = buffer.view(x.dtype).reshape(x.shape)
         if not sends and not receives:
-            return Done(read_only_buffer(buffer, total))
-        return self._pending(
-            self._messages(group, sends, receives), (sends, buffer), lambda: read_only_buffer(buffer, total)
-        )
+            return Done(sealed(total))
+        return self._pending(self._messages(group, sends, receives), (sends, buffer), lambda: sealed(total))
 
     def _reduce_by_messages(self, group: Group, call: Call, x: np.ndarray, how: str) -> Handle:
         """Combine blocks of equal shapes, sent as messages."""
@@ -91,9 +89,8 @@ class AllReduceComm(HeaderComm):
 
             def combine_two() -> np.ndarray:
                 received = receive.view(x.dtype).reshape(x.shape)
-                return read_only_buffer(
-                    receive, kernels.of(x).combine([x, received] if other else [received, x], how, received)
-                )
+                blocks = [x, received] if other else [received, x]
+                return sealed(kernels.of(x).combine(blocks, how, received))
 
             self.synchronize()
             return self._pending(channel.exchange({other: send}, {other: receive}), (send, receive), combine_two)
@@ -117,7 +114,7 @@ class AllReduceComm(HeaderComm):
             out, send = self.empty_buffer(x.nbytes, call, x), bytes_of(own_sum)
             self.synchronize()
             self.transport.arrive(channel.all_gather(send, out, sizes), call, (send, out))
-            return read_only_buffer(out, out.view(x.dtype).reshape(x.shape))
+            return sealed(out.view(x.dtype).reshape(x.shape))
 
         self.synchronize()
         requests = channel.exchange({k: parts[k] for k in others}, dict(zip(others, chunks, strict=True)))

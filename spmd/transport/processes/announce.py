@@ -19,12 +19,11 @@ from spmd.errors import MismatchError
 from spmd.kernels.memory import pool
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape, Side, mismatch
-from spmd.transport.handles import read_only
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, pack_header
 from spmd.transport.processes.status_board import StatusBoard
 
-__all__ = ["HeaderComm", "Pending", "ProcessGroup", "read_only_buffer"]
+__all__ = ["HeaderComm", "Pending", "ProcessGroup"]
 
 _SIDE_NBYTES = 1 << 14
 """Bytes of the description of a call that a process sends to the others after a mismatch."""
@@ -76,12 +75,6 @@ class ProcessGroup(Protocol):
     ) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
-
-
-def read_only_buffer(buffer: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """Make a block and its buffer read-only; returns the block."""
-    read_only(buffer)
-    return read_only(block)
 
 
 class Pending:

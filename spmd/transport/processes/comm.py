@@ -19,10 +19,10 @@ from spmd.device import copied, put
 from spmd.kernels.cpu.moves import places
 from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import Call, Group, Shape
-from spmd.transport.handles import Done, Handle, Mapped, read_only
+from spmd.transport.handles import Done, Handle, Mapped, read_only, sealed
 from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.all_reduce import AllReduceComm
-from spmd.transport.processes.announce import ProcessGroup, read_only_buffer
+from spmd.transport.processes.announce import ProcessGroup
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, Headers
 from spmd.transport.processes.message_comm import Messages, split
@@ -117,8 +117,7 @@ class ProcessComm(AllReduceComm):
             xs[group.index] = own_part
             # Reuse the buffer of one part, but not one that holds several parts, nor a header.
             into: Any = xs[1 - group.index] if len(xs) == 2 and own_part.nbytes > INLINE_LIMIT else None
-            total = kernels.of(own_part).combine(xs, into=into)
-            return read_only(total) if into is None else read_only_buffer(into.base, total)
+            return sealed(kernels.of(own_part).combine(xs, into=into))
 
         limit = self.inline_limit(call, parts)
         incoming, remaining = self._send_headers(group, call, parts.__getitem__, limit)
@@ -243,7 +242,7 @@ class ProcessComm(AllReduceComm):
         requests = self.transport.channel(group.members).broadcast(buffer, root)
         if x is not None:
             return self._pending(requests, buffer, lambda: read_only(x))
-        return self._pending(requests, buffer, lambda: read_only_buffer(buffer, buffer.view(dtype).reshape(shape)))
+        return self._pending(requests, buffer, lambda: sealed(buffer.view(dtype).reshape(shape)))
 
     def _reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         if group.size == 1:
@@ -272,8 +271,7 @@ class ProcessComm(AllReduceComm):
             blocks = [b.view(x.dtype).reshape(x.shape) for b in others]
             # as in a reduce-scatter
             into: Any = blocks[0] if n == 2 else None
-            total = kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into)
-            return read_only(total) if into is None else read_only_buffer(into.base, total)
+            return sealed(kernels.of(x).combine([*blocks[:root], x, *blocks[root:]], into=into))
 
         return self._pending(requests, (send, others), finish)
 
@@ -331,8 +329,8 @@ class ProcessComm(AllReduceComm):
         requests = self._messages(group, sent, received)
 
         def finish() -> dict[int, np.ndarray]:
-            for k, buffer in received.items():
-                read_only_buffer(buffer, blocks[k])
+            for k in received:
+                sealed(blocks[k])
             return blocks
 
         return self._pending(requests, (sent, received), finish)
@@ -389,6 +387,6 @@ class ProcessComm(AllReduceComm):
             for k, view in views.items():
                 if k != me and received[k] is not view:
                     put(view, received[k])
-            return plan.with_bound(read_only_buffer(buffer, out))
+            return plan.with_bound(sealed(out))
 
         return Mapped(handle, finish)

@@ -22,7 +22,7 @@ from spmd.transport.algorithms import choice, phases, reductions
 from spmd.transport.algorithms.neighbours import Near, NearLengths
 from spmd.transport.algorithms.schedule import Schedule, Span, others
 from spmd.transport.call import Shape
-from spmd.transport.handles import Handle, read_only
+from spmd.transport.handles import Handle, read_only, sealed
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import WORD, pack_header, unpack_shape
 from spmd.transport.processes.reduction_rounds import Reduction
@@ -40,15 +40,6 @@ def split(buffer: np.ndarray, shapes: Sequence[Shape], dtype) -> list[np.ndarray
     parts = pieces(whole, [prod(s) for s in shapes])
     blocks = [part.reshape(s) for part, s in zip(parts, shapes, strict=True)]
     return Adjoining(blocks, whole) if type(buffer) is np.ndarray else blocks
-
-
-def sealed(x: Any) -> Any:
-    """Make an array read-only, and those of which it is a view."""
-    base = x
-    while type(base) is np.ndarray:
-        base.setflags(write=False)
-        base = base.base
-    return x
 
 
 class _Item(NamedTuple):

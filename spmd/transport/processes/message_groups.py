@@ -25,6 +25,8 @@ __all__ = ["MessageGroups"]
 
 _PUBLISH_TIMEOUT = 3.0
 """Seconds that others get to publish what they have called."""
+_SEEN_AT_ONCE = 64
+"""Workers whose published calls a waiting process compares with its own between two looks at its packet."""
 _ELSEWHERE_SECONDS = 3.0
 """Seconds of a wait after which it is a mismatch that another worker calls something in another group."""
 _NUMBER = (1 << 32) - 1
@@ -49,6 +51,8 @@ class MessageGroups:
         """The calls of the group in which this process waits for a packet."""
         self._seen: dict[int, bytes] = {}
         """What workers have published, as it was looked at in this wait."""
+        self._next = 0
+        """The place in the group of the worker to look at next."""
         self._per_host: dict[Shape, int] = {}
 
     def publish(self) -> None:
@@ -188,7 +192,10 @@ class MessageGroups:
         if calls is None or board is None:
             return None
         elsewhere = waited > _ELSEWHERE_SECONDS
-        for worker in calls.members:
+        n = len(calls.members)
+        places = range(self._next, self._next + min(n, _SEEN_AT_ONCE))
+        self._next = places.stop % n
+        for worker in (calls.members[k % n] for k in places):
             published = board.history_of(self.transport.ranks[worker]) if worker != own else b""
             if published and (elsewhere or self._seen.get(worker) != published):
                 self._seen[worker] = published

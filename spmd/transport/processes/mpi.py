@@ -59,15 +59,21 @@ _POLLS = 200
 """Polls of a request before the watchdog takes over."""
 
 
+_PACKETS_AHEAD = 64
+"""Of so many packets one is sent synchronously. After as many more its sender waits until the receiver has taken it:
+MPI would keep packets for a slow receiver without limit."""
+
+
 class MpiLink(Link):
     """The messages to a rank of a communicator, and from it. Packets use persistent requests, which take half the time
-    of a send and a receive."""
+    of a send and a receive. sent: the number of packets. confirmed: the latest synchronous send."""
 
-    __slots__ = ("busy", "comm", "long", "packet", "sending", "short")
+    __slots__ = ("busy", "comm", "confirmed", "groups", "long", "packet", "sending", "sent", "short")
 
-    def __init__(self, comm: MPI.Comm, peer: int):
+    def __init__(self, groups: Any, comm: MPI.Comm, peer: int):
         super().__init__(peer)
-        self.comm = comm
+        self.groups, self.comm = groups, comm
+        self.sent, self.confirmed = 0, MPI.REQUEST_NULL
         self.packet = comm.Recv_init([self.incoming, MPI.BYTE], peer, _PACKET_TAG)
         self.busy: list[tuple[MPI.Request, ...]] = []
         self._write_to_new_memory()
@@ -81,6 +87,9 @@ class MpiLink(Link):
         self.sending: MPI.Request = self.short
 
     def prepare(self, number: int) -> None:
+        if self.sent % _PACKETS_AHEAD == _PACKETS_AHEAD - 1 and not self.confirmed.Test():
+            self.groups.finish(number)  # the other side may wait for us in the same way
+            self.groups.transport.arrive([self.confirmed], self.groups.transport.last_call)
         if not self.sending.Test():
             # A persistent request keeps its memory alive.
             self.busy = [pair for pair in self.busy if not self._freed(pair)] + [(self.short, self.long)]
@@ -96,6 +105,11 @@ class MpiLink(Link):
         return True
 
     def post(self, nbytes: int) -> None:
+        self.sent += 1
+        if self.sent % _PACKETS_AHEAD == 0:
+            packet = self.outgoing.view(np.uint8)[:nbytes]
+            self.sending = self.confirmed = self.comm.Issend([packet, MPI.BYTE], self.peer, _PACKET_TAG)
+            return
         self.sending = self.short if nbytes <= _SHORT_NBYTES else self.long
         self.sending.Start()
 
@@ -120,14 +134,14 @@ class MpiChannel(Channel):
     """A communicator. Large blocks go as messages, which MPI copies once on one host; its own collectives move small
     pieces, and only while they are called."""
 
-    __slots__ = ("comm",)
+    __slots__ = ("comm", "groups")
 
-    def __init__(self, comm: MPI.Comm):
+    def __init__(self, groups: Any, comm: MPI.Comm):
         super().__init__(comm.Get_rank(), comm.Get_size())
-        self.comm = comm
+        self.groups, self.comm = groups, comm
 
     def link(self, peer: int) -> MpiLink:
-        return MpiLink(self.comm, peer)
+        return MpiLink(self.groups, self.comm, peer)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
         if self.size < 3:
@@ -162,7 +176,8 @@ class MpiTransport(ProcessTransport):
         number, _ = self.number_of(members)
         try:
             # Each group has its own tag: an abandoned call may still run in another thread.
-            return MpiChannel(self.run_under_watchdog(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call))
+            comm = self.run_under_watchdog(lambda: MPI.COMM_WORLD.Create_group(group, number % _TAGS), call)
+            return MpiChannel(self.groups, comm)
         finally:
             group.Free()
 

@@ -63,7 +63,7 @@ class Member:
 
 
 def run(schedules: Sequence[Schedule], items: Callable[[int], dict[Any, Any]] | None = None) -> list[Member]:
-    """Run the schedules of all members. Raises where one waits in vain, or a message is left."""
+    """Run the schedules of all members. Raises where one waits for what nobody sends, or a message is left."""
     reduces = items is None
     members = [Member(k, s.chunks, {} if items is None else items(k)) for k, s in enumerate(schedules)]
     queues: dict[tuple[int, int], deque[Any]] = {}
@@ -92,7 +92,7 @@ def run(schedules: Sequence[Schedule], items: Callable[[int], dict[Any, Any]] | 
                     )
                 members[me].take(step, come, reduces)
                 at[me], sent[me], moved = at[me] + 1, False, True
-    assert at == [len(s.rounds) for s in schedules], "nobody waits in vain"
+    assert at == [len(s.rounds) for s in schedules], "everyone has received what it waits for"
     assert not any(queues.values()), "no message is left"
     return members
 

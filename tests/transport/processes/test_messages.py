@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 from launch import PROGRAMS, TORCHRUN, each_mpi, launch
 from mpi_programs import again, mismatch
@@ -132,6 +133,40 @@ def test_workers_may_wait_in_different_orders_for_what_they_have_started(python,
     assert by_messages(str(program), python=python).count("well") == 4
 
 
+AHEAD = """
+import sys, time
+import numpy as np, spmd
+from spmd import P
+
+mesh = spmd.Mesh(x=2)
+sent = np.memmap(sys.argv[1], np.int64, "r+", shape=1)
+
+def body(x):
+    if spmd.worker_index("x") == 1:
+        time.sleep(1)
+        seen.append(int(sent[0]))
+    for k in range(1000):
+        y = spmd.broadcast(spmd.keep(np.ones(4), "x", root=0), "x", root=0)
+        if spmd.worker_index("x") == 0:
+            sent[0] = k
+    return y
+
+seen = []
+spmd.map(body, P("x"), P("x"), mesh=mesh)(np.ones(4))
+if seen:
+    print(seen[0])
+"""
+
+
+@each_engine
+def test_who_only_sends_does_not_run_far_ahead_of_its_receiver(python, tmp_path):
+    program = tmp_path / "ahead.py"
+    program.write_text(AHEAD)
+    np.zeros(1, np.int64).tofile(tmp_path / "sent")
+    ahead = int(by_messages(str(program), str(tmp_path / "sent"), python=python, n=2))
+    assert 10 < ahead <= 130
+
+
 SILENT = """
 import numpy as np, spmd
 from spmd import P
@@ -139,7 +174,7 @@ from spmd.errors import MismatchError
 
 mesh = spmd.Mesh(x=4)
 
-def body(x):  # nobody waits in vain, and nobody hears of the other call
+def body(x):  # nobody waits, and nobody hears of the other call
     y = spmd.psum(x, "x")
     return spmd.ppermute(x, "x", [(0, 1)] if spmd.worker_index("x") < 3 else [(3, 2)])
 
