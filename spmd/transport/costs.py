@@ -40,7 +40,7 @@ def cost_of(
     if kind == "all_reduce":
         return cost.all_reduce(n, me, size, itemsize, partial, per_host)
     if kind == "reduce":
-        return cost.reduce(n, me, root, size, itemsize, partial, per_host)
+        return cost.reduce(n, me, root, size, itemsize, partial)
     if kind == "broadcast":
         return cost.broadcast(n, me, root, size * itemsize if me == root else came)
     if kind in ("all_gather", "gather"):
@@ -50,7 +50,7 @@ def cost_of(
         return cost.scatter(n, me, root, Sizes.equal(n, came))
     entries = [part or 0 for part in parts]
     if kind == "reduce_scatter":
-        return cost.reduce_scatter(n, me, entries, itemsize, partial, per_host)
+        return cost.reduce_scatter(n, me, entries, itemsize, partial)
     each = [part * itemsize for part in entries]
     if kind == "scatter":
         return cost.scatter(n, me, root, Sizes(each))

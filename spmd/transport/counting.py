@@ -171,9 +171,9 @@ class _Counter:
         if kind == "all_reduce":
             return _all_reduce(n, size, itemsize, partial, per_host)
         if kind == "reduce":
-            return _reduce(n, root, size, itemsize, partial, per_host)
+            return _reduce(n, root, size, itemsize, partial)
         if kind == "reduce_scatter":
-            return _reduce_scatter(n, tuple(notes[0].parts.values()), itemsize, partial, per_host)
+            return _reduce_scatter(n, tuple(notes[0].parts.values()), itemsize, partial)
         if kind == "broadcast":
             return _broadcast(n, root, notes[root].size * itemsize)
         if kind == "all_to_all":
@@ -234,17 +234,15 @@ def _all_reduce(n: int, size: int, itemsize: int, partial: int, per_host: int) -
 
 
 @lru_cache(maxsize=64)
-def _reduce(n: int, root: int, size: int, itemsize: int, partial: int, per_host: int) -> tuple[Sequence[Cost], int]:
-    costs = [cost.reduce(n, me, root, size, itemsize, partial, per_host) for me in range(n)]
-    return costs, cost.path("reduce", choice.reduce(n, size * itemsize, per_host, partial != itemsize), n, root)
+def _reduce(n: int, root: int, size: int, itemsize: int, partial: int) -> tuple[Sequence[Cost], int]:
+    costs = [cost.reduce(n, me, root, size, itemsize, partial) for me in range(n)]
+    return costs, cost.path("reduce", choice.reduce(n, size * itemsize, partial != itemsize), n, root)
 
 
 @lru_cache(maxsize=64)
-def _reduce_scatter(
-    n: int, sizes: tuple[int, ...], itemsize: int, partial: int, per_host: int
-) -> tuple[Sequence[Cost], int]:
-    costs = [cost.reduce_scatter(n, me, sizes, itemsize, partial, per_host) for me in range(n)]
-    name = choice.reduce_scatter(n, sum(sizes) * itemsize, per_host, partial != itemsize)
+def _reduce_scatter(n: int, sizes: tuple[int, ...], itemsize: int, partial: int) -> tuple[Sequence[Cost], int]:
+    costs = [cost.reduce_scatter(n, me, sizes, itemsize, partial) for me in range(n)]
+    name = choice.reduce_scatter(n, sum(sizes) * itemsize, partial != itemsize)
     return costs, cost.path("reduce_scatter", name, n)
 
 

@@ -178,13 +178,11 @@ def _as_partial(schedule: Schedule) -> Schedule:
     return schedule._replace(rounds=tuple(rounds))
 
 
-def reduce(
-    n: int, me: int, root: int, size: int, itemsize: int, partial: int, per_host: int = 1, algorithm: str | None = None
-) -> Cost:
+def reduce(n: int, me: int, root: int, size: int, itemsize: int, partial: int, algorithm: str | None = None) -> Cost:
     """A reduction of blocks of `size` entries to the member `root`."""
     if n == 1:
         return NOTHING
-    name = algorithm or choice.reduce(n, size * itemsize, per_host, partial != itemsize)
+    name = algorithm or choice.reduce(n, size * itemsize, partial != itemsize)
     if name != "pairwise":
         schedule = reductions.reduce(name, n, me, root)
         return _summed(schedule, offsets(block_sizes(size, schedule.chunks)), itemsize, partial)
@@ -193,19 +191,13 @@ def reduce(
 
 
 def reduce_scatter(
-    n: int,
-    me: int,
-    sizes: Sequence[int],
-    itemsize: int,
-    partial: int,
-    per_host: int = 1,
-    algorithm: str | None = None,
+    n: int, me: int, sizes: Sequence[int], itemsize: int, partial: int, algorithm: str | None = None
 ) -> Cost:
     """A reduce-scatter. sizes: the entries of the part for each member."""
     if n == 1:
         return NOTHING
     size = sum(sizes)
-    name = algorithm or choice.reduce_scatter(n, size * itemsize, per_host, partial != itemsize)
+    name = algorithm or choice.reduce_scatter(n, size * itemsize, partial != itemsize)
     if name == "pairwise":
         return Cost(n - 1, (size - sizes[me]) * itemsize, 1)
     ends = offsets([sizes[k] for k in reductions.packed_order(n)])

@@ -35,14 +35,14 @@ def all_reduce(n: int, me: int, nbytes: int, per_host: int = 1, short: bool = Fa
     return reductions.all_reduce(name, n, me, per_host if name.startswith("two") else 1)
 
 
-def reduce(n: int, me: int, root: int, nbytes: int, per_host: int = 1, short: bool = False) -> Schedule:
+def reduce(n: int, me: int, root: int, nbytes: int, short: bool = False) -> Schedule:
     """A reduction to the member `root`."""
-    return reductions.reduce(choice.reduce(n, nbytes, per_host, short), n, me, root)
+    return reductions.reduce(choice.reduce(n, nbytes, short), n, me, root)
 
 
-def reduce_scatter(n: int, me: int, nbytes: int, per_host: int = 1, short: bool = False) -> Schedule:
+def reduce_scatter(n: int, me: int, nbytes: int, short: bool = False) -> Schedule:
     """A reduce-scatter. nbytes: of all parts that a member brings."""
-    return reductions.reduce_scatter(choice.reduce_scatter(n, nbytes, per_host, short), n, me)
+    return reductions.reduce_scatter(choice.reduce_scatter(n, nbytes, short), n, me)
 
 
 def all_gather(n: int, me: int) -> Schedule:

@@ -72,16 +72,16 @@ def _algorithms(kind: str, n: int, nbytes: int, per_host: int) -> Iterator[_Algo
                 path = cost.path(kind, name, n, 0, per_host)
                 yield name, lambda k, a=name: cost.all_reduce(n, k, nbytes, 1, 1, per_host, a), path, name == chosen
     elif kind == "reduce":
-        chosen = choice.reduce(n, nbytes, per_host)
+        chosen = choice.reduce(n, nbytes)
         for name in ("binomial tree", "halving and gather", "pairwise"):
             if choice.possible(name, n):
                 path = cost.path(kind, name, n)
-                yield name, lambda k, a=name: cost.reduce(n, k, 0, nbytes, 1, 1, per_host, a), path, name == chosen
+                yield name, lambda k, a=name: cost.reduce(n, k, 0, nbytes, 1, 1, a), path, name == chosen
     elif kind == "reduce_scatter":
         sizes = block_sizes(nbytes, n)
         for name in ("halving", "pairwise"):
-            path, chosen = cost.path(kind, name, n), choice.reduce_scatter(n, nbytes, per_host)
-            yield name, lambda k, a=name: cost.reduce_scatter(n, k, sizes, 1, 1, per_host, a), path, name == chosen
+            path, chosen = cost.path(kind, name, n), choice.reduce_scatter(n, nbytes)
+            yield name, lambda k, a=name: cost.reduce_scatter(n, k, sizes, 1, 1, a), path, name == chosen
     elif kind == "broadcast":
         tree, small = cost.path(kind, "binomial tree", n), nbytes <= choice.TREE_MAX
         yield "binomial tree", lambda k: cost.broadcast(n, k, 0, nbytes, True), tree, small

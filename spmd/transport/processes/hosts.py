@@ -108,7 +108,7 @@ class _Row(dict):
         return cls({name: x.tolist() if x.dtype.kind == "S" else x.copy() for name, x in fields.items()})
 
 
-def _host_of(status_board: StatusBoard) -> bytes:
+def host_of(status_board: StatusBoard) -> bytes:
     """A name of the processes that share this status board; without a file, of this process alone."""
     place = None if status_board.file is None else os.fstat(status_board.file.file)
     where = ("alone", os.getpid()) if place is None else (place.st_dev, place.st_ino)
@@ -316,7 +316,7 @@ class Hosts:
         self.poll_end = self.report_time = 0.0
         self.last_report = b""
         self.active = self.closing = False
-        self.host = _host_of(status_board)
+        self.host = host_of(status_board)
         self.request_token, self.reply_token = secrets.token_bytes(8), secrets.token_bytes(8)
         self.selector = selectors.DefaultSelector()
         self.server = socket.create_server(("", 0), backlog=128)

@@ -96,16 +96,13 @@ class Messages:
     # Reductions.
 
     def all_reduce(self, run: Running, x: Any, how: str) -> Handle:
-        schedule = phases.all_reduce(run.group.size, run.group.index, x.nbytes, *self._hosts(run, x))
+        n, me, per_host = run.group.size, run.group.index, self.comm.members_per_host(run.group)
+        schedule = phases.all_reduce(n, me, x.nbytes, per_host, accurate(x.dtype) != x.dtype)
         return self._reduce_flat(run, schedule, x, how, (0, schedule.chunks))
-
-    def _hosts(self, run: Running, x: Any) -> tuple[int, bool]:
-        """The members on each host, and whether partial sums have longer entries than blocks."""
-        return self.comm.members_per_host(run.group), accurate(x.dtype) != x.dtype
 
     def reduce(self, run: Running, x: Any, root: int) -> Handle:
         n, me = run.group.size, run.group.index
-        schedule = phases.reduce(n, me, root, x.nbytes, *self._hosts(run, x))
+        schedule = phases.reduce(n, me, root, x.nbytes, accurate(x.dtype) != x.dtype)
         return self._reduce_flat(run, schedule, x, "sum", (0, schedule.chunks) if me == root else None, False)
 
     def _reduce_flat(
@@ -128,9 +125,10 @@ class Messages:
 
     def reduce_scatter(self, run: Running, parts: Sequence[Any]) -> Handle:
         n, me = run.group.size, run.group.index
-        schedule = phases.reduce_scatter(n, me, sum(p.nbytes for p in parts), *self._hosts(run, parts[me]))
+        own = parts[me]
+        schedule = phases.reduce_scatter(n, me, sum(p.nbytes for p in parts), accurate(own.dtype) != own.dtype)
         order = reductions.packed_order(n) if schedule.algorithm == "halving" else range(n)
-        own, flat = parts[me], [bytes_of(parts[k]).view(parts[k].dtype) for k in order]
+        flat = [bytes_of(parts[k]).view(parts[k].dtype) for k in order]
         place = order.index(me)
 
         def part(span: Span) -> Any:

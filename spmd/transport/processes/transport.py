@@ -32,6 +32,7 @@ from spmd.transport.processes.announce import Pending
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.comm import ProcessComm
 from spmd.transport.processes.headers import digest
+from spmd.transport.processes.hosts import host_of
 from spmd.transport.processes.job import abort, end_the_job_on_error, no_job_of_a_child
 from spmd.transport.processes.mailbox import shared
 from spmd.transport.processes.message_groups import MessageGroups
@@ -166,14 +167,16 @@ class ProcessTransport(Transport):
 
     def _share_of_cores(self, call: Call) -> int:
         self.channel(self.everyone.members, call)
-        own = json.dumps([digest(machine()), sorted(core_numbers())])
+        board = self.status_board
+        # Containers of one machine share its cores, and may share no memory: to messages they are different hosts.
+        host = digest(machine() if board is None or board.file is None else host_of(board))
+        own = json.dumps([digest(machine()), host, sorted(core_numbers())])
         texts = [json.loads(text) for text in self.comm.share(self.everyone, call, own)[0]]
-        names = [name for name, _ in texts]
-        order = {name: k for k, name in enumerate(dict.fromkeys(names))}
-        self.groups.hosts = tuple(order[name] for name in names)
+        order = {host: k for k, host in enumerate(dict.fromkeys(host for _, host, _ in texts))}
+        self.groups.hosts = tuple(order[host] for _, host, _ in texts)
         shares = []
-        for name in order:
-            here = [cores for other, cores in texts if other == name]
+        for name in {name for name, _, _ in texts}:
+            here = [cores for other, _, cores in texts if other == name]
             cores = set().union(*here)  # Processes may be bound to different cores.
             shares.append(share_of_cores(len(here), len(cores)))
         return min(shares)

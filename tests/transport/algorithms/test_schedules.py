@@ -227,10 +227,12 @@ def test_large_blocks_go_between_hosts_once(n, per_host):
     chunks = lambda span: span[1] - span[0]
     gathers = [phases.all_gather_large(n, k, per_host) for k in range(n)]
     assert enters(gathers, len) == [n - 1] * hosts
-    scatters = [phases.reduce_scatter(n, k, 1 << 30, per_host) for k in range(n)]
+    scatters = [phases.reduce_scatter(n, k, 1 << 30) for k in range(n)]
     assert enters(scatters, chunks) == [n - per_host] * hosts
-    at_root = enters([phases.reduce(n, k, 0, 1 << 30, per_host) for k in range(n)], chunks)
+    at_root = enters([phases.reduce(n, k, 0, 1 << 30) for k in range(n)], chunks)
     assert at_root == [2 * (n - per_host)] + [n - per_host] * (hosts - 1)
+    sums = [phases.all_reduce(n, k, 1 << 30, per_host) for k in range(n)]
+    assert enters(sums, chunks) == [2 * (n - per_host)] * hosts
 
 
 def test_a_wait_for_nobody_is_found():
