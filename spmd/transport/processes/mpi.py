@@ -59,7 +59,7 @@ _POLLS = 200
 """Polls of a request before the watchdog takes over."""
 
 
-_PACKETS_AHEAD = 64
+_PACKETS_AHEAD = 256
 """Of so many packets one is sent synchronously. After as many more its sender waits until the receiver has taken it:
 MPI would keep packets for a slow receiver without limit."""
 
