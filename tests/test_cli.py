@@ -71,8 +71,10 @@ def test_cost_of_the_algorithms_of_a_sum(capsys):
     found = table_of(text)
     assert found["recursive doubling"] == [10, 10 * 4000000, 10, 10]
     assert found["pairwise"][::2] == [2 * 1023, 2]
-    chosen = found["*two levels, halving and doubling"]
-    assert [chosen[0], *chosen[2:]] == [2 * 15 + 2 * 6, 2 + 12, 2 * 15 + 2 * 6]  # 16 on each of 64 hosts
+    levels = found["two levels, halving and doubling"]
+    assert [levels[0], *levels[2:]] == [2 * 15 + 2 * 6, 2 + 12, 2 * 15 + 2 * 6]  # 16 on each of 64 hosts
+    chosen = found["*halving and doubling"]
+    assert [chosen[0], *chosen[2:]] == [20, 20, 20]
     assert 0 <= chosen[1] - 2 * 1023 / 1024 * 4000000 <= 1024  # chunks differ by a byte
     assert sum(name.startswith("*") for name in found) == 1
 
@@ -83,7 +85,12 @@ def test_cost_of_the_algorithms_of_a_sum(capsys):
         (("psum", "--n", "5"), "*recursive doubling", [3, 24, 4, 4]),  # of five, two act as one
         (("spmd.pmax", "--n", "6", "--hosts", "4"), "*recursive doubling", [3, 24, 4, 4]),
         (("all_gather", "--n", "6"), "*Bruck", [3, 40, 3, 3]),
-        (("all_gather", "--n", "6", "--bytes", "1e4"), "*Bruck, then directly", [3 + 5, 50000, 4, 3 + 5]),
+        (("all_gather", "--n", "6", "--bytes", "1e5"), "*Bruck, then directly", [3 + 5, 500000, 4, 3 + 5]),
+        (
+            ("all_gather", "--n", "8", "--bytes", "1e5", "--hosts", "2"),
+            "*Bruck, then around a ring",
+            [10, 700000, 10, 10],
+        ),
         (("all_to_all", "--n", "8", "--bytes", "64"), "*Bruck", [3, 3 * 32, 3, 3]),
         (("psum_scatter", "--n", "8", "--bytes", "64"), "*halving", [3, 56, 3, 3]),
         (("sum_reduce", "--n", "8"), "*binomial tree", [1, 8, 3, 3]),
