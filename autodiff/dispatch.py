@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff import devices
+from spmd.autodiff import devices, tracer
 from spmd.autodiff.apply import (
     apply,
     apply_binary,
@@ -175,6 +175,10 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
     inputs = tuple([operand(x, name_of(ufunc)) for x in inputs])
     if not SEQUENCES.isdisjoint(map(type, inputs)):
         inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
+    if self.state is None and (method != "__call__" or ufunc.signature is not None):
+        instead = tracer.mixing.function(ufunc if method == "__call__" else Method((ufunc, method)), (inputs, kwargs))
+        if instead is not None:
+            return instead(*inputs, **kwargs)
     if method == "__call__":
         if kwargs and kwargs.pop("where", True) is not True:
             raise DifferentiationError.at(
@@ -194,6 +198,10 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
 
 
 def _array_function(self, fun, types, args, kwargs):
+    if self.state is None:
+        instead = tracer.mixing.function(fun, (args, kwargs))
+        if instead is not None:
+            return instead(*args, **kwargs)
     if not ARRAY_TYPES.issuperset(types):
         name = name_of(fun)
         args = tuple([operand(x, name) for x in args])

@@ -102,6 +102,8 @@ def _get(x: Array, index):
         ans = value[index]
         return Array(ans, x.state)
     if not simple or tape is None or type(value) not in USUAL:
+        if x.state is None and (instead := tracer.mixing.function(operator.getitem, (x, index))) is not None:
+            return instead(x, index)
         arrays = find(index, [])
         if any(a.state is not x.state for a in arrays):
             x = tracer.mixing.join([x, *[Array(value_of(a), a.state) for a in arrays]])[0][0]

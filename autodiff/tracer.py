@@ -79,6 +79,11 @@ class Mixing:
     def differentiated(self, scalar: Array) -> None:
         """A traced scalar whose gradient is asked for."""
 
+    def function(self, fun: Any, arguments: Any) -> Any:
+        """What is run in place of a function of NumPy outside of maps, because arrays among its arguments are spread
+        over workers; None: the function and its derivative rule."""
+        return None
+
     def whole(self, x: Array):
         """An array whose value is spread over workers, as one that is not."""
         return x

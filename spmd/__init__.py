@@ -10,7 +10,8 @@ with spmd.Mesh(data=2, model=2):
 
 from typing import TYPE_CHECKING
 
-import spmd.array_functions  # noqa: F401 - registers what NumPy does with a PartitionedArray
+import spmd.array_functions
+import spmd.global_ops.all  # noqa: F401 - and those functions that are run as maps
 from spmd.array import PartitionedArray
 from spmd.autodiff import (
     Array,

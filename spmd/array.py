@@ -6,14 +6,15 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED
-from spmd.autodiff.primitive import name_of
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.primitive import Method, name_of
+from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
@@ -45,8 +46,9 @@ class PartitionedArray:
     shape, dtype: of the whole array. layout: which box each worker holds. mesh: whose workers. blocks: the blocks of
     this process, by worker; copies of a block are one array.
 
-    `x.numpy()` assembles the array on every process (collective under MPI). `np.asarray(x)` does so if this process
-    holds all blocks. NumPy's ufuncs work block by block if the layouts agree; anything else belongs into `spmd.map`.
+    NumPy's functions, operators and methods give what they give of the whole array, laid out on the same mesh, and are
+    differentiable. `spmd.map` says exactly what each worker does. `x.numpy()` assembles the array on every process
+    (collective under MPI). `np.asarray(x)` does so if this process holds all blocks.
     """
 
     __slots__ = ("__weakref__", "blocks", "compared", "dtype", "layout", "mesh")
@@ -265,14 +267,6 @@ class PartitionedArray:
         raise TypeError("arrays are not hashable")
 
     @api_boundary
-    def __getitem__(self, index):
-        raise unsupported(f"x[{index!r}]", self)
-
-    @api_boundary
-    def __iter__(self):
-        raise unsupported("iteration", self)
-
-    @api_boundary
     def __setitem__(self, index, value):
         raise LayoutError.at(
             "x[i] = v",
@@ -286,7 +280,8 @@ class PartitionedArray:
     def __getattr__(self, name: str):
         if name.startswith("_") or not hasattr(np.ndarray, name):
             raise AttributeError(f"'PartitionedArray' object has no attribute {name!r}")
-        raise MissingMethodError(str(unsupported(f"x.{name}", self)))
+        need, mend = missing.get(name, ("a method that global arrays have", f"x.numpy().{name}"))
+        raise MissingMethodError.at(f"x.{name}", got=describe(self), need=need, mend=mend.format(data="x.numpy()"))
 
     @api_boundary
     def astype(self, dtype) -> PartitionedArray:
@@ -308,26 +303,55 @@ class PartitionedArray:
         check_usable(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
             return NotImplemented
-        if method != "__call__":
-            raise unsupported(f"{name_of(ufunc)}.{method}", self)
-        for option in ("out", "where"):
-            if kwargs.get(option) not in (None, True):
-                raise unsupported(f"{name_of(ufunc)} with {option}=", self)
-        return _HANDLERS[np.ufunc](ufunc, inputs, kwargs)
+        _refuse_out(name_of(ufunc), self, kwargs)
+        if method == "__call__" and kwargs.pop("where", True) is not True:
+            raise LayoutError.at(
+                name_of(ufunc),
+                argument="where",
+                got="a mask",
+                need="no where argument",
+                mend="np.where(mask, f(x), other)",
+            )
+        function = ufunc if method == "__call__" else Method((ufunc, method))
+        handler = function_of(function)
+        return _HANDLERS[np.ufunc](ufunc, inputs, kwargs) if handler is None else handler(*inputs, **kwargs)
 
     @api_boundary
     def __array_function__(self, fun, types, args, kwargs):
         check_usable(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
-        handler = _HANDLERS.get(fun)
-        if handler is None:
-            raise unsupported(name_of(fun), self)
+        _refuse_out(name_of(fun), self, kwargs)
+        handler = _HANDLERS.get(fun) or function_of(fun)
+        assert handler is not None
         return handler(*args, **kwargs)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""The implementations of NumPy functions for global arrays; `np.ufunc` stands for all ufuncs."""
+"""Functions of global arrays that are not traced; `np.ufunc` stands for all ufuncs. What traces them has the derivative
+rules of NumPy's functions."""
+MAPPED: dict[Any, Callable[..., Any]] = {}
+"""Functions that are run as maps, of traced arrays too. `None` stands for all that are in neither table: it is given
+the function first."""
+
+
+def function_of(fun: Any) -> Callable[..., Any] | None:
+    """The function that is run in place of one of NumPy, of traced arrays too; None: it is in the other table."""
+    if fun in _HANDLERS or (isinstance(fun, np.ufunc) and fun.signature is None):
+        return None
+    return MAPPED.get(fun) or partial(MAPPED[None], fun)
+
+
+def _refuse_out(where: str, x: PartitionedArray, options: dict[str, Any]) -> None:
+    out = options.pop("out", None)
+    if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
+        raise LayoutError.at(
+            where,
+            argument="out",
+            got="an array to write into",
+            need="no out: arrays are immutable",
+            mend=f"use the result: y = {where}(...)",
+        )
 
 
 def implements(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -345,44 +369,6 @@ def _unpickled(blocks: dict[int, np.ndarray], layout: Layout, mesh: Mesh, compar
     x = PartitionedArray({w: read_only(block) for w, block in blocks.items()}, layout, mesh)
     x.compared = compared
     return x
-
-
-def _operator(ufunc, swap: bool):
-    @api_boundary
-    def method(self, other):
-        if type(other) is Array or getattr(type(other), "__array_ufunc__", True) is None:
-            return NotImplemented
-        return ufunc(other, self) if swap else ufunc(self, other)
-
-    return method
-
-
-for _name, _ufunc in {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "truediv": np.true_divide,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
-    "pow": np.power,
-    "matmul": np.matmul,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}.items():
-    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
-    setattr(PartitionedArray, f"__r{_name}__", _operator(_ufunc, swap=True))
-for _name, _ufunc in {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}.items():
-    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
-for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert, "pos": np.positive}.items():
-    setattr(PartitionedArray, f"__{_name}__", lambda self, _ufunc=_ufunc: _ufunc(self))
 
 
 def layout_of(x: Any) -> Layout | None:
@@ -421,17 +407,6 @@ def check_usable(where: str, x: PartitionedArray) -> None:
         raise closure_error(where, x)
     if x.blocks is DONATED:
         raise donated_error(where)
-
-
-def unsupported(what: str, x: PartitionedArray) -> Exception:
-    if WORKER.get() is not None:
-        return closure_error(what, x)
-    return LayoutError.at(
-        what,
-        got=describe(x),
-        need="a ufunc (+, <, np.exp, ...) or np.sum: other functions need to know what the blocks mean",
-        mend="do it in a body, spmd.map(f, in_specs=..., out_specs=...)(x), or on x.numpy()",
-    )
 
 
 def share_copies(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:

@@ -1,4 +1,5 @@
-"""NumPy functions of global arrays: ufuncs, block by block, and the functions that derivatives need."""
+"""NumPy functions of global arrays that are run on the blocks as they lie, without a map: ufuncs, sums, stacks,
+reshapes. Traced arrays have the derivative rules of NumPy's functions."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import (
+    MAPPED,
     PartitionedArray,
     as_block,
     device_of_worker,
@@ -17,7 +19,6 @@ from spmd.array import (
     owned_on,
     relayout,
     share_copies,
-    unsupported,
 )
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
@@ -46,8 +47,6 @@ def _blockwise(ufunc, inputs, kwargs):
     inputs = [x if type(x) in _OPERANDS else _operand(x, where) for x in inputs]
     arrays = [x for x in inputs if type(x) is PartitionedArray]
     mesh = arrays[0].mesh
-    if ufunc.signature is not None:
-        raise unsupported(where, arrays[0])
     for a in arrays[1:]:
         if a.mesh != mesh:
             raise MeshError.at(
@@ -65,7 +64,8 @@ def _blockwise(ufunc, inputs, kwargs):
             need="shapes that broadcast",
             mend="give them the same shape, or length 1 where one is to be repeated",
         ) from error
-    layout = common_layout(where, arrays, shape)
+    layout = joint_layout(arrays, shape)
+    inputs = [x if type(x) is not PartitionedArray or x.layout is layout else _for_blocks(x, layout) for x in inputs]
 
     def block(w: int) -> Any:
         with device_of_worker(mesh, w):
@@ -78,22 +78,45 @@ def _blockwise(ufunc, inputs, kwargs):
     return PartitionedArray(results, layout, mesh)
 
 
-def common_layout(where: str, arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
-    """The layout of a result. Operands that split a dimension must split it alike."""
+def joint_layout(arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
+    """The layout of a result of operands that broadcast to a shape: what splits any of them splits it. Where they are
+    split differently it is the layout of the largest that can have it."""
     first = arrays[0].layout
     if first.shape == shape and all(a.layout == first for a in arrays):
         return first
     layout = _joint_layout(tuple(a.layout for a in arrays), shape)
-    if layout is None:
-        raise LayoutError.at(
-            where,
-            got=" and ".join(
-                describe(a) + (f" in blocks of {a.layout.cuts}" * (not a.layout.balanced)) for a in arrays
-            ),
-            need="operands that are split alike, or not at all",
-            mend="spmd.put(x, other.spec) lays x out like the other; or work in a body: spmd.map(f, in_specs=...)",
-        )
-    return layout
+    by_size = sorted(arrays, key=lambda a: -a.size)
+    for a in () if layout is not None else by_size:
+        layout = layout or _joint_layout((a.layout,), shape)
+    return layout or arrays[0].mesh.layout(shape, P())
+
+
+def split_names(shape: tuple[int, ...], mesh: Mesh, names: tuple[str, ...], whole: Sequence[int] = ()) -> P:
+    """A spec by which these axes split the longest dimension that need not be whole; P() if there is none."""
+    free = [d for d in range(len(shape)) if d not in whole]
+    if not free or not names:
+        return P()
+    longest = max(free, key=lambda d: shape[d])
+    return P(*[None] * longest, names)
+
+
+def part_layout(shape: tuple[int, ...], layout: Layout) -> Layout:
+    """The layout of an operand of a shape that broadcasts to an array in a layout."""
+    if shape == layout.shape:
+        return layout
+    if layout.spec is None:
+        return Layout(shape, P(), layout.axes)
+    skip = len(layout.shape) - len(shape)
+    dims = [layout.spec.dims[d + skip] if n == layout.shape[d + skip] else () for d, n in enumerate(shape)]
+    cuts = [layout.cuts[d + skip] if names else None for d, names in enumerate(dims)]
+    return Layout(shape, P(*(names or None for names in dims)), layout.axes, cuts)
+
+
+def _for_blocks(x: PartitionedArray, layout: Layout) -> PartitionedArray:
+    """x as it lies if each worker has the part that its block of a result needs, else laid out anew."""
+    if _joint_layout((x.layout, layout), layout.shape) == layout:
+        return x
+    return relayout(x, part_layout(x.shape, layout))
 
 
 @lru_cache(maxsize=1024)
@@ -143,9 +166,9 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
     summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
     if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
         x = relayout(x, x.mesh.layout((), P()))
-    split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
     if x.layout.spec is None and len(summed) < x.ndim:
-        raise unsupported("np.sum over some dimensions of a grid", x)
+        x = relayout(x, x.mesh.layout(x.shape, split_names(x.shape, x.mesh, tuple(x.mesh.axes), summed)))
+    split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
     axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
 
     def body(worker: Worker):
@@ -169,7 +192,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
-    layout = common_layout("np.broadcast_to", [x], tuple(shape))
+    layout = joint_layout([x], tuple(shape))
+    x = _for_blocks(x, layout)
     return share_copies({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
@@ -207,7 +231,8 @@ def _stack(arrays, axis=0) -> PartitionedArray:
             need="arrays of one shape",
             mend="np.broadcast_to(x, shape) first",
         )
-    layout = common_layout("np.stack", global_arrays, shape)
+    layout = joint_layout(global_arrays, shape)
+    arrays = [_for_blocks(a, layout) if type(a) is PartitionedArray else a for a in arrays]
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
     stacked = _with_whole(layout, {d: len(arrays)})
     dtype = np.result_type(*(a.dtype if type(a) is PartitionedArray else np.asarray(a).dtype for a in arrays))
@@ -227,6 +252,16 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
     new_shape = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new_shape.count(-1) == 1:
         new_shape[new_shape.index(-1)] = x.size // max(1, math.prod(n for n in new_shape if n != -1))
+    if math.prod(new_shape) != x.size or min(new_shape, default=0) < 0:
+        raise LayoutError.at(
+            "np.reshape",
+            argument="shape",
+            got=f"{shape}, for {describe(x)}",
+            need=f"a shape of {x.size} entries",
+            mend="-1 in one place stands for the length that fits",
+        )
+    if order != "C":
+        return MAPPED[np.reshape](x, new_shape, order)
     spec, workers = x.layout.spec, x.layout.workers
     dims: list[tuple[str, ...]] = [()] * len(new_shape)
     cuts: list[tuple[int, ...]] = [(n,) for n in new_shape]
@@ -237,12 +272,10 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
             fits = (n == x.shape[d] and math.prod(new_shape[:e]) == before for e, n in enumerate(new_shape))
             e = next((e for e, fit in enumerate(fits) if fit and e >= first), None)
             if e is None:
-                raise unsupported("np.reshape", x)
+                return MAPPED[np.reshape](x, new_shape)
             first, cuts[e] = e + 1, cut
             if spec is not None:
                 dims[e] = spec.dims[d]
-    if math.prod(new_shape) != x.size or order != "C":
-        raise unsupported("np.reshape", x)
     if spec is not None:
         layout = Layout(new_shape, P(*dims), x.mesh.axes, cuts)
     else:
@@ -255,7 +288,13 @@ def _like_function(make):
 
     def like(x, *number, dtype=None, shape=None, **options):
         if any(np.ndim(n) for n in number):
-            raise unsupported(f"{name_of(make)} of an array", x)
+            raise LayoutError.at(
+                name_of(make),
+                argument="fill_value",
+                got="an array",
+                need="one number",
+                mend="np.zeros_like(x) + values",
+            )
         new_block = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
         shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
         if shape == x.shape:
@@ -270,23 +309,7 @@ def _like_function(make):
     return like
 
 
-def _on_whole_arrays(fun):
-    """A function of whole arrays, for arrays all of whose blocks are in this process."""
-
-    def apply(*args, **kwargs):
-        return fun(*(np.asarray(a) if type(a) is PartitionedArray else a for a in args), **kwargs)
-
-    return apply
-
-
 for _make in (np.zeros_like, np.ones_like, np.full_like):
     implements(_make)(_like_function(_make))
-for _function in (np.allclose, np.array_equal, np.array2string):
-    implements(_function)(_on_whole_arrays(_function))
 implements(np.real)(lambda x: x.on_blocks(np.real))
 implements(np.imag)(lambda x: x.on_blocks(np.imag))
-implements(np.shape)(lambda x: x.shape)
-implements(np.ndim)(lambda x: x.ndim)
-implements(np.size)(lambda x: x.size)
-implements(np.iscomplexobj)(lambda x: x.dtype.kind == "c")
-implements(np.isrealobj)(lambda x: x.dtype.kind != "c")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import DONATED, PartitionedArray, donated_error, layout_of, relayout
+from spmd.array import DONATED, PartitionedArray, donated_error, function_of, layout_of, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.tracer import Array, find, value_of
 from spmd.errors import MeshError, SpecError, nearest
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
@@ -327,6 +327,12 @@ class MapMixing(Join):
 
     def settle(self, g, value):
         return cotangent_for(g, value)
+
+    def function(self, fun, arguments):
+        arrays = find(arguments, [])
+        if not any(type(value_of(x)) is PartitionedArray for x in arrays):
+            return None
+        return function_of(fun)
 
     def whole(self, x):
         value = value_of(x)

@@ -59,6 +59,7 @@ SETTINGS = {
     "SPMD_TIMEOUT": _Setting(_seconds, "seconds, or 0 for no limit", 300.0, ("600",)),
     "SPMD_CHECK": _switch(True),
     "SPMD_BUFFERS": _Setting(_megabytes, "a whole number of megabytes", None, ("1024",)),
+    "SPMD_GATHER_LIMIT": _Setting(_megabytes, "a whole number of mebibytes", 64, ("1024",)),
     "SPMD_NUMBA": _switch(True),
     "SPMD_TRACEBACK": _one_of("full"),
     "SPMD_MPI_CUDA": _switch(False),

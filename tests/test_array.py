@@ -581,11 +581,9 @@ def test_broadcasting_between_split_arrays():
     deep = spmd.put(shaped((2, 7, 5)), P("x"), MESH)
     equal(deep + row, shaped((2, 7, 5)) + A[0])
     equal(deep * A, shaped((2, 7, 5)) * A)
-    # A dimension of length 1 that is split holds its one entry on one worker only.
-    with pytest.raises(LayoutError, match="split alike"):
-        spmd.put(A[:1], P("x"), MESH) + A
-    with pytest.raises(LayoutError, match="split alike"):
-        column + spmd.put(A[0], P("x"), MESH)
+    # A dimension of length 1 that is split holds its one entry on one worker only; then it is laid out anew.
+    equal(spmd.put(A[:1], P("x"), MESH) + A, A[:1] + A)
+    equal(column + spmd.put(A[0], P("x"), MESH), A[:, :1] + A[0])
 
 
 def test_uneven_blocks_stay_uneven():
@@ -639,7 +637,7 @@ def test_astype_real_and_imag():
         other = np.zeros_like(spmd.put(A, P("x"), MESH), shape=shape)
         equal(other, np.zeros_like(A, shape=shape))
         assert all(b.shape == other.layout.block_shape(w) for w, b in other.blocks.items())
-    with pytest.raises(LayoutError, match=r"np\.full_like of an array"):
+    with pytest.raises(LayoutError, match=r"np\.full_like: argument fill_value"):
         np.full_like(spmd.put(A, P("x"), MESH), A[0])
     _, pull = spmd.vjp(lambda x: np.sum(x**2), spmd.put(A, P("x"), MESH))
     equal(pull(1.0)[0], 2 * A)

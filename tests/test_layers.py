@@ -40,6 +40,7 @@ LEVELS = [
     {"mapped_body"},
     {"map_interpreters"},
     {"mapping"},
+    {"global_ops"},
     {"jit_entry"},
     {"jitted"},
     {"linear"},

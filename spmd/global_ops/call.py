@@ -1,0 +1,150 @@
+"""How a function of global arrays is run: as a body on the blocks, whose specs follow from the layouts of its operands.
+
+So states, adjoints, checks and transports are those of `spmd.map`. `traced` operands are recorded as one map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray, check_usable
+from spmd.array_functions import split_names
+from spmd.autodiff import tree
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import LayoutError, describe
+from spmd.kernels import on_device
+from spmd.layout import Layout, P, Spec
+from spmd.mapping import Mapped
+from spmd.mesh import Mesh
+from spmd.operators.memo import bounded
+from spmd.operators.splitting import normal_axis
+from spmd.settings import setting
+
+__all__ = [
+    "Arguments",
+    "Template",
+    "as_spec",
+    "check_gathered",
+    "dims_of",
+    "global_value",
+    "names_of",
+    "on_blocks",
+    "split_names",
+]
+
+_maps: dict[Hashable, Mapped] = {}
+_HERE = object()
+"""Stands for an array among the arguments."""
+
+
+def global_value(x: Any) -> PartitionedArray | None:
+    """The global array that x is, or that it traces."""
+    value = value_of(x) if type(x) is Array else x
+    return value if type(value) is PartitionedArray else None
+
+
+class Template:
+    """The arguments of a function without the arrays among them. Equal ones have equal hashes, if what they hold is
+    hashable."""
+
+    __slots__ = ("key", "rest", "structure")
+
+    def __init__(self, structure: Any, rest: Sequence[Any]):
+        self.structure, self.rest = structure, rest
+        self.key = structure, tuple([(type(x), x) for x in rest])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Template) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def filled(self, arrays: Sequence[Any]) -> tuple[tuple, dict]:
+        """(args, kwargs) with these arrays."""
+        remaining = iter(arrays)
+        return tree.unflatten(self.structure, [next(remaining) if x is _HERE else x for x in self.rest])
+
+
+class Arguments:
+    """The arguments of a function: its arrays, and the rest.
+
+    arrays: global ones, traced ones and those of NumPy, in order. globals: those of them that are global or trace one.
+    mesh: that of the first of these.
+    """
+
+    def __init__(self, where: str, args: tuple, kwargs: dict):
+        leaves, structure = tree.flatten((args, kwargs), none_is_leaf=True)
+        self.template = Template(structure, [_HERE if _is_array(x) else x for x in leaves])
+        self.arrays = [x for x in leaves if _is_array(x)]
+        self.globals = [value for value in map(global_value, self.arrays) if value is not None]
+        self.mesh = self.globals[0].mesh
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray | Array | PartitionedArray) or on_device(x)
+
+
+def on_blocks(
+    where: str,
+    make: Callable[..., Callable[..., Any]],
+    static: tuple[Any, ...],
+    operands: Sequence[Any],
+    in_specs: Sequence[Spec | None],
+    out_specs: Any,
+    mesh: Mesh,
+) -> Any:
+    """make(*static) is the body; it is made once for equal static arguments and specs. where: its name in messages."""
+    if isinstance(out_specs, P):
+        out_specs = P(*(names or None for names in out_specs.trimmed))  # one body serves arrays of more dimensions
+    for x in operands:
+        if (value := global_value(x)) is not None:
+            check_usable(where, value)
+    key = (where, make, tuple((type(x), x) for x in static), tuple(in_specs), out_specs)
+    try:
+        mapped = _maps.get(key)
+    except TypeError:  # not hashable
+        return Mapped(make(*static), tuple(in_specs), out_specs, mesh, True, where)(*operands)
+    if mapped is None:
+        mapped = bounded(_maps)[key] = Mapped(make(*static), tuple(in_specs), out_specs, None, True, where)
+    with mesh:
+        return mapped(*operands)
+
+
+def as_spec(x: Any) -> Spec:
+    """A spec by which an operand goes to a map as it lies. An array on a grid is laid out by a spec first."""
+    value = global_value(x)
+    if value is None:
+        return P()
+    layout = value.layout
+    if layout.spec is None:
+        return split_names(layout.shape, value.mesh, tuple(value.mesh.axes))
+    return layout.spec if layout.balanced else layout
+
+
+def names_of(spec: Spec) -> tuple[tuple[str, ...], ...]:
+    """The axes that split each dimension, of a spec by `as_spec`."""
+    return spec.spec.dims if isinstance(spec, Layout) else spec.dims
+
+
+def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    """The dimensions that an argument `axis` names, sorted; all for None."""
+    if axis is None:
+        return tuple(range(ndim))
+    each = (axis,) if np.ndim(axis) == 0 else tuple(axis)
+    return tuple(sorted({normal_axis(where, "axis", d, ndim) for d in each}))
+
+
+def check_gathered(where: str, arrays: Sequence[PartitionedArray], mend: str) -> None:
+    """Raise if these arrays, of which a worker holds parts, are too large for each worker to hold them whole."""
+    limit = setting("SPMD_GATHER_LIMIT") << 20
+    split = [x for x in arrays if any(len(cut) > 1 for cut in x.layout.cuts)]
+    if sum(x.nbytes for x in split) > limit:
+        raise LayoutError.at(
+            where,
+            got=" and ".join(describe(x) for x in split),
+            need=f"arrays of at most {limit >> 20} MiB, to be gathered on each worker",
+            mend=f"{mend}; or SPMD_GATHER_LIMIT={(sum(x.nbytes for x in split) >> 20) + 1} in the environment",
+        )

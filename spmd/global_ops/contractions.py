@@ -1,0 +1,305 @@
+"""Products of global arrays: sums of products over letters, as np.einsum has them.
+
+Each axis of the mesh splits one letter, in all operands that have it, or none. A letter of the result stays split; over
+one that is summed the workers' sums are added. Of all assignments that leave an axis where some operand has it, the one
+that moves the fewest bytes is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import LayoutError, describe
+from spmd.global_ops.call import Arguments, as_spec, check_gathered, global_value, on_blocks
+from spmd.global_ops.registry import implements
+from spmd.global_ops.whole import whole
+from spmd.layout import Layout, P
+from spmd.operators.reduce import psum
+from spmd.operators.splitting import normal_axis
+
+__all__ = ["contract"]
+
+_Assignment = tuple[tuple[str, tuple[str, ...]], ...]
+"""By letter the axes that split it."""
+
+
+def _moved_bytes(source: Layout | None, target: Layout, itemsize: int) -> int:
+    """The bytes that workers receive when an operand is laid out anew."""
+    if source is None or source == target:
+        return 0
+    total = 0
+    for have, want in zip(source.boxes, target.boxes, strict=True):
+        volume = math.prod(b - a for a, b in want)
+        common = math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(have, want, strict=True))
+        total += (volume - common) * itemsize
+    return total
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    letters: tuple[str, ...],
+    out: str,
+    layouts: tuple[Layout | None, ...],
+    itemsizes: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    axes: tuple[tuple[str, int], ...],
+) -> _Assignment:
+    """The assignment of axes to letters that moves the fewest bytes."""
+    sizes = dict(axes)
+    lengths = {c: n for word, shape in zip(letters, shapes, strict=True) for c, n in zip(word, shape, strict=True)}
+    homes: dict[str, set[str]] = {}
+    for word, layout in zip(letters, layouts, strict=True):
+        if layout is not None:
+            for c, names in zip(word, layout.spec.dims, strict=True):
+                for name in names:
+                    homes.setdefault(name, set()).add(c)
+    repeated = {c for word in letters for c in word if word.count(c) > 1}
+    names = sorted(homes)
+    choices = [[None, *sorted(homes[name] - repeated)] for name in names]
+    best: tuple[Any, _Assignment] | None = None
+    for picks in itertools.product(*choices):
+        by_letter: dict[str, list[str]] = {}
+        for name, c in zip(names, picks, strict=True):
+            if c is not None:
+                by_letter.setdefault(c, []).append(name)
+        for c, found in by_letter.items():
+            order = _order_of(c, found, letters, layouts)
+            by_letter[c] = order
+        assignment = {c: tuple(found) for c, found in by_letter.items()}
+        moved = 0
+        for word, layout, itemsize, shape in zip(letters, layouts, itemsizes, shapes, strict=True):
+            target = _target(word, shape, assignment, sizes, layout)
+            moved += _moved_bytes(layout, target, itemsize)
+        entries = math.prod(lengths[c] for c in out)
+        workers = math.prod(sizes.values())
+        split = math.prod(sizes[n] for c, found in assignment.items() if c in out for n in found)
+        summed = math.prod(sizes[n] for c, found in assignment.items() if c not in out for n in found)
+        # An all-reduce of large blocks moves 2 (n - 1) / n of the block to each worker.
+        moved += int(2 * (summed - 1) / summed * entries / split * max(itemsizes) * workers)
+        used = sum(len(found) for found in assignment.values())
+        held = entries // split
+        key = (moved, held, -used, picks.count(None), tuple(c or "" for c in picks))
+        if best is None or key < best[0]:
+            best = key, tuple(sorted(assignment.items()))
+    assert best is not None
+    return best[1]
+
+
+def _order_of(c: str, found: list[str], letters: Sequence[str], layouts: Sequence[Layout | None]) -> list[str]:
+    """The order in which axes split a letter: that of an operand that has them all, if there is one."""
+    for word, layout in zip(letters, layouts, strict=True):
+        if layout is not None and c in word:
+            names = layout.spec.dims[word.index(c)]
+            if set(names) == set(found):
+                return [*names]
+    return found
+
+
+def _target(
+    word: str,
+    shape: tuple[int, ...],
+    assignment: Mapping[str, tuple[str, ...]],
+    sizes: Mapping[str, int],
+    layout: Layout | None,
+) -> Layout:
+    """The layout of an operand by an assignment: its own where it fits, else in balanced blocks."""
+    spec = P(*(assignment.get(c) for c in word))
+    return Layout(shape, spec, dict(sizes))
+
+
+def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:
+    """The letters of each operand and of the result, with letters for ellipses. None where a letter has lengths that
+    differ."""
+    text = subscripts.replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    words = inputs.split(",")
+    if len(words) != len(shapes):
+        raise ValueError(f"{len(words)} subscripts for {len(shapes)} operands: {subscripts!r}")
+    used = set(text)
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in used]
+    most = max(
+        (len(s) - len(w.replace("...", "")) for w, s in zip(words, shapes, strict=True) if "..." in w), default=0
+    )
+    batch = "".join(spare[:most])
+    full = []
+    for w, s in zip(words, shapes, strict=True):
+        n = len(s) - len(w.replace("...", ""))
+        full.append(w.replace("...", batch[most - n :] if n else ""))
+        if len(full[-1]) != len(s):
+            raise ValueError(f"subscripts {w!r} for an array of {len(s)} dimensions")
+    if arrow:
+        result = out.replace("...", batch)
+    else:
+        every = "".join(full)
+        result = batch + "".join(sorted(c for c in set(every) if every.count(c) == 1 and c not in batch))
+    lengths: dict[str, int] = {}
+    for w, s in zip(full, shapes, strict=True):
+        for c, n in zip(w, s, strict=True):
+            if lengths.setdefault(c, n) != n:
+                return None
+    return full, result
+
+
+def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
+    """np.einsum of global arrays and others."""
+    arguments = Arguments(where, tuple(operands), {})
+    shapes = [tuple(np.shape(a)) for a in operands]
+    parsed = _parsed(subscripts, shapes)
+    if parsed is None or len(arguments.arrays) != len(operands):
+        return whole(np.einsum, (subscripts, *operands), dict(options or {}))
+    letters, out = parsed
+    mesh = arguments.mesh
+    layouts = []
+    for a in operands:
+        value = global_value(a)
+        if value is None:
+            layouts.append(None)
+            continue
+        spec = as_spec(a)
+        layouts.append(spec if isinstance(spec, Layout) else mesh.layout(value.shape, spec))
+    itemsizes = tuple(np.dtype(a.dtype).itemsize for a in operands)
+    axes = tuple(mesh.axes.items())
+    assignment = dict(_plan(tuple(letters), out, tuple(layouts), itemsizes, tuple(shapes), axes))
+    specs = [P(*(assignment.get(c) for c in word)) for word in letters]
+    gathered = [
+        value
+        for word, a in zip(letters, operands, strict=True)
+        if (value := global_value(a)) is not None and not any(c in assignment for c in word)
+    ]
+    check_gathered(where, gathered, "lay the operands out alike with spmd.put")
+    out_spec = P(*(assignment.get(c) for c in out))
+    names = tuple(n for c, found in assignment.items() if c not in out for n in found)
+    text = f"{','.join(letters)}->{out}"
+    static = (text, names, tuple(sorted((options or {}).items())))
+    return on_blocks(where, _summing, static, operands, specs, out_spec, mesh)
+
+
+def _summing(text: str, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    def body(*blocks: Any) -> Any:
+        part = np.einsum(text, *blocks, **{"optimize": True, **dict(options)})
+        return psum(part, names) if names else part
+
+    return body
+
+
+@implements(np.einsum)
+def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = True, **options: Any) -> Any:
+    if not isinstance(subscripts, str):
+        return whole(np.einsum, (subscripts, *operands), options)
+    given = {k: v for k, v in {**options, "optimize": optimize}.items() if v is not None}
+    if isinstance(given.get("optimize"), list):
+        given["optimize"] = True
+    return contract("np.einsum", subscripts, operands, given)
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@implements(np.matmul)
+def matmul(x1: Any, x2: Any, /, **options: Any) -> Any:
+    m, n = np.ndim(x1), np.ndim(x2)
+    if not m or not n:
+        raise ValueError("matmul: a number is no matrix")
+    inner = np.shape(x1)[-1], np.shape(x2)[-2 if n > 1 else 0]
+    if inner[0] != inner[1]:
+        raise LayoutError.at(
+            "np.matmul",
+            got=f"{describe(x1)} and {describe(x2)}",
+            need=f"equal lengths in the dimensions that are summed; these are {inner[0]} and {inner[1]}",
+            mend="transpose one of them",
+        )
+    left = ("..." if m > 2 else "") + ("ij" if m > 1 else "j")
+    right = ("..." if n > 2 else "") + ("jk" if n > 1 else "j")
+    out = ("..." if max(m, n) > 2 else "") + "i" * (m > 1) + "k" * (n > 1)
+    if m > 2 and n > 2 and np.shape(x1)[:-2] != np.shape(x2)[:-2]:
+        return whole(np.matmul, (x1, x2), options)
+    return contract("np.matmul", f"{left},{right}->{out}", (x1, x2), _dtype(options))
+
+
+def _dtype(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in options.items() if k == "dtype" and v is not None}
+
+
+@implements(np.dot)
+def dot(a: Any, b: Any, out: Any = None) -> Any:
+    m, n = np.ndim(a), np.ndim(b)
+    if not m or not n:
+        return np.multiply(a, b)
+    left, right = _LETTERS[:m], _LETTERS[10 : 10 + n]
+    place = n - 2 if n > 1 else 0
+    right = right[:place] + left[-1] + right[place + 1 :]
+    result = left[:-1] + right.replace(left[-1], "")
+    return contract("np.dot", f"{left},{right}->{result}", (a, b))
+
+
+@implements(np.inner)
+def inner(a: Any, b: Any, /) -> Any:
+    m, n = np.ndim(a), np.ndim(b)
+    if not m or not n:
+        return np.multiply(a, b)
+    left, right = _LETTERS[:m], _LETTERS[10 : 10 + n - 1] + _LETTERS[m - 1]
+    return contract("np.inner", f"{left},{right}->{left[:-1]}{right[:-1]}", (a, b))
+
+
+@implements(np.outer)
+def outer(a: Any, b: Any, out: Any = None) -> Any:
+    return contract("np.outer", "i,j->ij", (np.ravel(a), np.ravel(b)))
+
+
+@implements(np.vdot)
+def vdot(a: Any, b: Any, /) -> Any:
+    return contract("np.vdot", "i,i->", (np.ravel(np.conj(a)), np.ravel(b)))
+
+
+@implements(
+    *([np.vecdot] if hasattr(np, "vecdot") else []), *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else [])
+)
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
+    return np.sum(np.conj(x1) * x2, axis=axis)
+
+
+@implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []))
+def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
+    m, n = np.ndim(a), np.ndim(b)
+    if np.ndim(axes) == 0:
+        pairs = [*zip(range(m - int(axes), m), range(int(axes)), strict=True)]
+    else:
+        first, second = ((e,) if np.ndim(e) == 0 else tuple(e) for e in axes)
+        pairs = [*zip(first, second, strict=True)]
+    left, right = [*_LETTERS[:m]], [*_LETTERS[m : m + n]]
+    for i, j in pairs:
+        i, j = normal_axis("np.tensordot", "axes", i, m), normal_axis("np.tensordot", "axes", j, n)
+        right[j] = left[i]
+    summed = {c for c in right if c in left}
+    out = "".join(c for c in (*left, *right) if c not in summed)
+    return contract("np.tensordot", f"{''.join(left)},{''.join(right)}->{out}", (a, b))
+
+
+@implements(np.linalg.norm, *([np.linalg.vector_norm] if hasattr(np.linalg, "vector_norm") else []))
+def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
+    ord = options.pop("ord", ord)
+    dims = tuple(range(np.ndim(x))) if axis is None else (axis,) if np.ndim(axis) == 0 else tuple(axis)
+    size = np.abs(x)
+    if ord is None or (ord == "fro" and len(dims) == 2) or (ord == 2 and len(dims) == 1):
+        return np.sqrt(np.sum(np.square(size), axis=axis if axis is None else dims, keepdims=keepdims))
+    if len(dims) == 1:
+        return _vector_norm(size, ord, dims, keepdims)
+    return whole(np.linalg.norm, (x,), {"ord": ord, "axis": axis, "keepdims": keepdims})
+
+
+def _vector_norm(size: Any, ord: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
+    if ord == np.inf:
+        return np.max(size, axis=dims, keepdims=keepdims)
+    if ord == -np.inf:
+        return np.min(size, axis=dims, keepdims=keepdims)
+    if ord == 0:
+        return np.sum((size != 0).astype(size.dtype), axis=dims, keepdims=keepdims)
+    if ord == 1:
+        return np.sum(size, axis=dims, keepdims=keepdims)
+    return np.sum(size**ord, axis=dims, keepdims=keepdims) ** (1.0 / ord)

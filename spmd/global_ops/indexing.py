@@ -1,0 +1,246 @@
+"""Items and parts of global arrays. A part stays on the workers that hold it; an item comes to all of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.array import check_usable
+from spmd.global_ops.along import moved_spec
+from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
+from spmd.global_ops.registry import implements
+from spmd.global_ops.whole import whole
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER
+from spmd.operators.reduce import psum
+from spmd.operators.varying import varying
+
+__all__ = ["item"]
+
+
+def _expanded(index: Any, ndim: int, x: Any) -> list[Any]:
+    """The index with one entry per dimension, and None for each new one."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_dims_used(e) for e in entries)
+    if used > ndim:
+        raise IndexError(f"too many indices: {used} for an array of {ndim} dimensions")
+    at = next((k for k, e in enumerate(entries) if e is Ellipsis), len(entries))
+    rest = entries[at + 1 :]
+    if any(e is Ellipsis for e in rest):
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    return [*entries[:at], *[slice(None)] * (ndim - used), *rest]
+
+
+def _dims_used(entry: Any) -> int:
+    if entry is None or entry is Ellipsis:
+        return 0
+    dtype = getattr(entry, "dtype", None)
+    if isinstance(entry, bool | np.bool_):
+        return 0
+    return len(entry.shape) if dtype is not None and dtype.kind == "b" else 1
+
+
+def _is_integer(entry: Any) -> bool:
+    return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
+
+
+@implements(operator.getitem)
+def item(x: Any, index: Any) -> Any:
+    """x[index]."""
+    value = global_value(x)
+    assert value is not None
+    check_usable(f"x[{index!r}]", value)
+    if isinstance(index, list):
+        index = np.asarray(index)
+    if isinstance(index, tuple):
+        index = tuple(np.asarray(e) if isinstance(e, list) else e for e in index)
+    if global_value(index) is not None or getattr(index, "dtype", np.dtype(int)).kind == "b":
+        return _masked(x, index)
+    entries = _expanded(index, value.ndim, x)
+    if all(e is None or isinstance(e, slice) or _is_integer(e) for e in entries):
+        return _basic(x, entries)
+    return _advanced(x, entries)
+
+
+def _basic(x: Any, entries: Sequence[Any]) -> Any:
+    value = global_value(x)
+    assert value is not None
+    spec, d, keys = as_spec(x), 0, []
+    for e in entries:
+        if e is None:
+            keys.append(None)
+            continue
+        n = value.shape[d]
+        if isinstance(e, slice):
+            keys.append(e.indices(n))
+        else:
+            k = int(e)
+            if not -n <= k < n:
+                raise IndexError(f"index {k} is out of bounds for dimension {d} of length {n}")
+            keys.append(k % n)
+        d += 1
+    back = [d for d, k in enumerate(k for k in keys if k is not None) if isinstance(k, tuple) and k[2] < 0]
+    if any(names_of(spec)[d] for d in back if d < len(names_of(spec))):
+        spec = moved_spec(spec, value.shape, back)
+        if spec is None:
+            return _of_whole(x, tuple(entries))
+    layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
+    split, kept, d = layout.spec.dims, [], 0
+    for k in keys:
+        if k is None:
+            kept.append(None)
+        else:
+            if isinstance(k, tuple):
+                kept.append(split[d] or None)
+            d += 1
+    return on_blocks("x[i]", _items, (tuple(keys), layout), [x], [spec], P(*kept), value.mesh)
+
+
+def _items(keys: tuple[Any, ...], layout: Layout) -> Callable[..., Any]:
+    own = [k for k in keys if k is not None]
+    split = layout.spec.dims
+    chosen = tuple(n for d, k in enumerate(own) if not isinstance(k, tuple) for n in split[d])
+
+    def body(x: Any) -> Any:
+        worker = WORKER.get()
+        assert worker is not None
+        local, here = local_index(keys, layout.boxes[worker.index])
+        if not chosen:
+            return x[local]
+        if here:
+            part = x[local]
+        else:
+            shape = _length_of(local, x.shape)
+            part = varying(np.full(shape, nothing(x.dtype), x.dtype), layout.spec.axes)
+        if x.dtype.kind == "b":
+            return psum(part.astype(np.uint8), chosen).astype(np.bool_)
+        return psum(part, chosen)
+
+    return body
+
+
+_ELSEWHERE = object()
+"""Stands for an item that another block has."""
+
+
+def _length_of(local: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what an index into a block of this shape gives."""
+    lengths, d = [], 0
+    for e in local:
+        if e is None:
+            lengths.append(1)
+            continue
+        if isinstance(e, slice):
+            lengths.append(len(range(*e.indices(shape[d]))))
+        d += 1
+    return tuple(lengths)
+
+
+def nothing(dtype: np.dtype) -> Any:
+    """What is added to an entry without changing it: -0.0, which also leaves -0.0 as it is."""
+    return -0.0 if dtype.kind == "f" else complex(-0.0, -0.0) if dtype.kind == "c" else 0
+
+
+def local_index(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[tuple[Any, ...], bool]:
+    """The index into a block of the entries that an index into the array names, and whether the block has its items."""
+    local, here, d = [], True, 0
+    for k in keys:
+        if k is None:
+            local.append(None)
+            continue
+        start, stop = box[d]
+        d += 1
+        if isinstance(k, tuple):
+            local.append(_local_slice(k, start, stop))
+        elif start <= k < stop:
+            local.append(k - start)
+        else:
+            local.append(_ELSEWHERE)
+            here = False
+    return tuple(local), here
+
+
+def _local_slice(k: tuple[int, int, int], start: int, stop: int) -> slice:
+    first, last, step = k
+    if step < 0:  # of a dimension that is whole
+        return slice(first, last if last >= 0 else None, step)
+    begin = first if first >= start else first + -(-(start - first) // step) * step
+    end = min(last, stop)
+    return slice(begin - start, max(end, begin) - start, step) if begin < stop else slice(0, 0)
+
+
+def _of_whole(x: Any, index: Any) -> Any:
+    return whole(_take, (x, tuple(_packed(e) for e in index)), {})
+
+
+class _Slice:
+    """A slice as something that is hashable."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, s: slice):
+        self.key = s.start, s.stop, s.step
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Slice) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+def _packed(e: Any) -> Any:
+    return _Slice(e) if isinstance(e, slice) else e
+
+
+def _take(x: Any, index: tuple[Any, ...]) -> Any:
+    return x[tuple(slice(*e.key) if isinstance(e, _Slice) else e for e in index)]
+
+
+_take.__name__ = "x[i]"
+
+
+def _advanced(x: Any, entries: Sequence[Any]) -> Any:
+    """One array of integers, and slices that take all: a take along a dimension. Else of the whole."""
+    value = global_value(x)
+    assert value is not None
+    arrays = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice) or _is_integer(e))]
+    plain = all(isinstance(e, slice) and e == slice(None) for k, e in enumerate(entries) if k not in arrays)
+    if len(arrays) == 1 and plain and global_value(entries[arrays[0]]) is None:
+        (d,) = arrays
+        indices = np.asarray(entries[d])
+        spec = moved_spec(as_spec(x), value.shape, (d,))
+        if spec is not None and indices.dtype.kind in "iu":
+            names = [*names_of(spec), *[()] * (value.ndim - len(names_of(spec)))]
+            kept = [n or None for n in names]
+            out = P(*kept[:d], *[None] * indices.ndim, *kept[d + 1 :])
+            return on_blocks("x[i]", _take_along, (d,), [x, indices], [spec, P()], out, value.mesh)
+    return _of_whole(x, entries)
+
+
+def _take_along(d: int) -> Callable[..., Any]:
+    return lambda x, indices: x[(slice(None),) * d + (indices,)]
+
+
+def _masked(x: Any, mask: Any) -> Any:
+    """The entries (rows) where a mask is true, in order: a result in uneven blocks."""
+    value = global_value(x)
+    assert value is not None
+    if getattr(mask, "dtype", None) is None or mask.dtype.kind != "b":
+        return _advanced(x, _expanded(mask, value.ndim, x))
+    if mask.shape != value.shape[: mask.ndim] or not mask.ndim:
+        raise IndexError(f"a mask of shape {mask.shape} for an array of shape {value.shape}")
+    spec = moved_spec(as_spec(x), value.shape, range(1, mask.ndim)) if mask.ndim > 1 else as_spec(x)
+    assert spec is not None
+    names = [*names_of(spec), *[()] * (value.ndim - len(names_of(spec)))]
+    mask_spec: Any = P(names[0] or None)
+    if isinstance(spec, Layout):
+        mask_spec = Layout(mask.shape, mask_spec, spec.axes, spec.cuts[: mask.ndim])
+    out = P(names[0] or None, *(n or None for n in names[mask.ndim :]))
+    return on_blocks("x[mask]", _masking, (), [x, mask], [spec, mask_spec], out, value.mesh)
+
+
+def _masking() -> Callable[..., Any]:
+    return lambda x, mask: x[mask]

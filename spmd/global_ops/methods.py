@@ -1,0 +1,120 @@
+"""The methods and attributes of NumPy's arrays on global arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray
+from spmd.autodiff.tracer import Array
+from spmd.global_ops.indexing import item
+from spmd.tracebacks import api_boundary
+
+__all__: list[str] = []
+
+_SAME = (
+    "all any argmax argmin argsort conj cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat round "
+    "squeeze std sum swapaxes take trace var"
+)
+
+
+def _method(name: str) -> Any:
+    function = getattr(np, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    method.__name__, method.__qualname__ = name, f"PartitionedArray.{name}"
+    method.__doc__ = f"As `np.{name}`."
+    return method
+
+
+for _name in _SAME.split():
+    setattr(PartitionedArray, _name, _method(_name))
+
+
+def _reshape(self: Any, *shape: Any, order: Any = "C") -> Any:
+    return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
+
+
+def _transpose(self: Any, *axes: Any) -> Any:
+    if not axes or axes == (None,):
+        return np.transpose(self)
+    return np.transpose(self, axes[0] if len(axes) == 1 and np.ndim(axes[0]) else axes)
+
+
+def _iterate(self: Any) -> Any:
+    if not self.shape:
+        raise TypeError("iteration over an array without dimensions")
+    return (self[k] for k in range(self.shape[0]))
+
+
+def _flatten(self: Any, order: Any = "C") -> Any:
+    return np.ravel(self, order)
+
+
+_MORE: dict[str, Any] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "flatten": _flatten,
+    "clip": lambda self, min=None, max=None, **options: np.clip(self, min, max, **options),
+    "conjugate": lambda self: np.conj(self),
+    "copy": lambda self, order="C": self,
+    "__getitem__": api_boundary(item),
+    "__iter__": _iterate,
+    "__contains__": lambda self, x: bool((self == x).any()),
+    "__round__": lambda self, ndigits=None: np.round(self, ndigits or 0),
+}
+for _name, _function in _MORE.items():
+    if hasattr(_function, "__name__"):
+        _function.__name__ = _name
+    setattr(PartitionedArray, _name, _function)
+
+_ATTRIBUTES = {
+    "T": lambda self: np.transpose(self),
+    "mT": lambda self: np.matrix_transpose(self),
+    "real": lambda self: np.real(self),
+    "imag": lambda self: np.imag(self),
+    "itemsize": lambda self: self.dtype.itemsize,
+}
+for _name, _function in _ATTRIBUTES.items():
+    setattr(PartitionedArray, _name, property(_function))
+
+
+def _operator(ufunc, swap: bool):
+    @api_boundary
+    def method(self, other):
+        if type(other) is Array or getattr(type(other), "__array_ufunc__", True) is None:
+            return NotImplemented
+        return ufunc(other, self) if swap else ufunc(self, other)
+
+    return method
+
+
+for _name, _ufunc in {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.true_divide,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "matmul": np.matmul,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}.items():
+    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
+    setattr(PartitionedArray, f"__r{_name}__", _operator(_ufunc, swap=True))
+for _name, _ufunc in {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}.items():
+    setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
+for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert, "pos": np.positive}.items():
+    setattr(PartitionedArray, f"__{_name}__", lambda self, _ufunc=_ufunc: _ufunc(self))

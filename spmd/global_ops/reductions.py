@@ -1,0 +1,331 @@
+"""Reductions of global arrays over dimensions that may be split: of the blocks, and then over the workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.dtypes import mean_dtype
+from spmd.autodiff.primitive import Method
+from spmd.errors import LayoutError, describe
+from spmd.global_ops.along import Along, along
+from spmd.global_ops.call import as_spec, dims_of, global_value, names_of, on_blocks
+from spmd.global_ops.registry import implements
+from spmd.layout import Layout, P
+from spmd.mesh import WORKER
+from spmd.operators import reductions
+from spmd.operators.gather import all_gather
+
+__all__ = ["reduced"]
+
+_MISSING: Any = np._NoValue  # type: ignore[attr-defined]
+
+
+def _given(option: Any) -> bool:
+    return option is not _MISSING and option is not None
+
+
+def reduced(
+    where: str,
+    make: Callable[..., Callable[..., Any]],
+    x: Any,
+    axis: Any,
+    keepdims: Any,
+    *static: Any,
+    where_mask: Any = _MISSING,
+) -> Any:
+    """A reduction of x over dimensions, Invariant along the axes that split them.
+
+    make(dims, names, layout, *static): the body, which reduces the dimensions of a block, and over the workers along
+    the axes `names`, and keeps no dimension. layout: that of x. where_mask: a mask, a second operand of the body.
+    """
+    value = global_value(x)
+    assert value is not None
+    spec = as_spec(x)
+    layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
+    dims, split = dims_of(where, axis, value.ndim), names_of(layout)
+    names = tuple(n for d in dims for n in split[d])
+    keep = keepdims is not _MISSING and bool(keepdims)
+    kept = [split[d] or None for d in range(value.ndim) if d not in dims or keep]
+    if keep:
+        kept = [None if d in dims else split[d] or None for d in range(value.ndim)]
+    if make is _place and not math.prod(value.shape[d] for d in dims):
+        raise LayoutError.at(where, got=describe(value), need="an entry to choose", mend="ask for x.size first")
+    operands, specs = [x], [spec]
+    if where_mask is not _MISSING and where_mask is not True:
+        operands.append(np.broadcast_to(where_mask, value.shape))
+        specs.append(spec)
+    return on_blocks(
+        where, _reducing, (make, dims, names, keep, layout, *static), operands, specs, P(*kept), value.mesh
+    )
+
+
+def _reducing(
+    make: Callable[..., Callable[..., Any]], dims: tuple[int, ...], names: tuple[str, ...], keep: bool, *static: Any
+) -> Callable[..., Any]:
+    reduce = make(dims, names, *static)
+
+    def body(*blocks: Any) -> Any:
+        result = reduce(*blocks)
+        return np.expand_dims(result, dims) if keep and dims else result
+
+    return body
+
+
+def _masked(x: Any, mask: tuple[Any, ...], identity: Any) -> Any:
+    return np.where(mask[0], x, identity) if mask else x
+
+
+def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
+    def body(x: Any, *mask: Any) -> Any:
+        x = _masked(x if dtype is None else x.astype(dtype), mask, 0)
+        return reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+
+    return body
+
+
+def _mean(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
+    def body(x: Any, *mask: Any) -> Any:
+        x = x if dtype is None else x.astype(dtype)
+        if mask:
+            total, count = _masked(x, mask, 0), mask[0].astype(np.int64)
+            if names:
+                return reductions.sum(total, names, dims) / reductions.sum(count, names, dims)
+            return np.sum(total, axis=dims) / np.sum(count, axis=dims)
+        if not names:
+            return np.mean(x, axis=dims)
+        wide = mean_dtype(x.dtype)
+        total = reductions.sum(x if wide is None else x.astype(wide), names, dims)
+        mean = total / math.prod(layout.shape[d] for d in dims)
+        return mean if wide is None or x.dtype.kind in "biu" else mean.astype(x.dtype)
+
+    return body
+
+
+def _extremum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: str, initial: Any) -> Callable:
+    local, over = (np.max, reductions.max) if how == "max" else (np.min, reductions.min)
+    pick = np.maximum if how == "max" else np.minimum
+
+    def body(x: Any, *mask: Any) -> Any:
+        x = _masked(x, mask, initial)
+        if initial is not None and not math.prod(layout.shape[d] for d in dims):
+            total = reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+            return (total + initial).astype(x.dtype)  # of no entries
+        result = over(x, names, dims) if names else local(x, axis=dims)
+        return result if initial is None else pick(result, np.asarray(initial).astype(result.dtype))
+
+    return body
+
+
+def _product(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
+    def body(x: Any, *mask: Any) -> Any:
+        x = _masked(x if dtype is None else x.astype(dtype), mask, 1)
+        part = np.prod(x, axis=dims)
+        return np.prod(all_gather(part, names, to="invariant"), axis=0).astype(part.dtype) if names else part
+
+    return body
+
+
+def _count(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, of: str) -> Callable[..., Any]:
+    """How many entries are zero, or not; and whether any or all are not."""
+
+    def body(x: Any, *mask: Any) -> Any:
+        hits = x == 0 if of == "all" else x != 0
+        if mask:
+            hits = hits & mask[0]
+        hits = hits.astype(np.int64)
+        count = reductions.sum(hits, names, dims) if names else np.sum(hits, axis=dims)
+        return count == 0 if of == "all" else count > 0 if of == "any" else count
+
+    return body
+
+
+def _variance(
+    dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any, ddof: Any, root: bool
+) -> Callable[..., Any]:
+    count = math.prod(layout.shape[d] for d in dims)
+
+    def body(x: Any) -> Any:
+        x = x if dtype is None else x.astype(dtype)
+        short = None if x.dtype.kind in "biuc" else mean_dtype(x.dtype)
+        wide = x if short is None else x.astype(short)
+        mean = reductions.sum(wide, names, dims) / count if names else np.mean(wide, axis=dims)
+        apart = np.abs(wide - np.expand_dims(mean, dims)) ** 2 if dims else np.abs(wide - mean) ** 2
+        total = reductions.sum(apart, names, dims) if names else np.sum(apart, axis=dims)
+        variance = total / max(count - ddof, 0)
+        result = _root(variance) if root else variance
+        return result if short is None else result.astype(x.dtype)
+
+    return body
+
+
+def _root(x: Any) -> Any:
+    """The square root, with derivative 0 at 0."""
+    some = x != 0
+    return np.where(some, np.sqrt(np.where(some, x, np.ones_like(x))), np.zeros_like(x))
+
+
+def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: str) -> Callable[..., Any]:
+    """The place of the first largest (smallest) entry: in the whole array in order, or along one dimension."""
+    local = np.argmax if how == "argmax" else np.argmin
+    lengths = [layout.shape[d] for d in dims]
+
+    def body(x: Any) -> Any:
+        worker = WORKER.get()
+        assert worker is not None
+        box = layout.boxes[worker.index]
+        # The dimensions that are reduced last, as one.
+        rest = [d for d in range(len(layout.shape)) if d not in dims]
+        x = np.transpose(x, (*rest, *dims))
+        kept = x.shape[: len(rest)]
+        sizes = x.shape[len(rest) :]
+        n = math.prod(sizes)
+        flat = np.reshape(x, (*kept, n))
+        if not n:
+            flat = np.zeros((*kept, 1), x.dtype, like=x)
+        at = local(flat, axis=-1)
+        entry = np.take_along_axis(flat, np.expand_dims(at, -1), -1)[..., 0]
+        places = np.unravel_index(at, sizes if n else [1] * len(sizes))
+        index = np.ravel_multi_index(
+            tuple(p + box[d][0] if n else p for p, d in zip(places, dims, strict=True)), [max(1, m) for m in lengths]
+        )
+        if not names:
+            return index.astype(np.intp)
+        index = np.where(n > 0, index, math.prod(lengths))  # those of nothing come last
+        entries, indices = all_gather(entry, names, to="invariant"), all_gather(index, names, to="invariant")
+        some = all_gather(np.asarray(n > 0), names, to="invariant")
+        order = np.argsort(indices, axis=0, kind="stable")
+        entries = np.take_along_axis(entries, order, 0)
+        indices = np.take_along_axis(indices, order, 0)
+        count = int(np.sum(some))
+        first = local(entries[:count], axis=0)
+        return np.take_along_axis(indices, np.expand_dims(first, 0), 0)[0].astype(np.intp)
+
+    return body
+
+
+@implements(np.mean)
+def mean(
+    a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING
+):
+    return reduced("np.mean", _mean, a, axis, keepdims, dtype, where_mask=where)
+
+
+@implements(np.max, np.amax)
+def np_max(
+    a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, initial: Any = None, where: Any = _MISSING
+):
+    return _extreme(np.max, "max", a, axis, keepdims, initial, where)
+
+
+@implements(np.min, np.amin)
+def np_min(
+    a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, initial: Any = None, where: Any = _MISSING
+):
+    return _extreme(np.min, "min", a, axis, keepdims, initial, where)
+
+
+def _extreme(fun: Any, how: str, a: Any, axis: Any, keepdims: Any, initial: Any, where: Any) -> Any:
+    if a.dtype.kind == "c":  # in an order of their own
+        options = {"keepdims": keepdims, "initial": initial, "where": where}
+        given = {name: option for name, option in options.items() if option is not _MISSING and option is not None}
+        return along(fun, Along(None, True), (a,), {"axis": axis, **given})
+    initial = initial if _given(initial) else None
+    return reduced(f"np.{how}", _extremum, a, axis, keepdims, how, initial, where_mask=where)
+
+
+@implements(np.prod)
+def prod(
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    keepdims: Any = _MISSING,
+    initial: Any = None,
+    where: Any = _MISSING,
+):
+    result = reduced("np.prod", _product, a, axis, keepdims, dtype, where_mask=where)
+    return result * initial if _given(initial) else result
+
+
+@implements(np.any)
+def np_any(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING):
+    return reduced("np.any", _count, a, axis, keepdims, "any", where_mask=where)
+
+
+@implements(np.all)
+def np_all(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING):
+    return reduced("np.all", _count, a, axis, keepdims, "all", where_mask=where)
+
+
+@implements(np.count_nonzero)
+def count_nonzero(a: Any, axis: Any = None, *, keepdims: bool = False):
+    return reduced("np.count_nonzero", _count, a, axis, keepdims, "count")
+
+
+@implements(np.var)
+def var(
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    ddof: Any = 0,
+    keepdims: Any = _MISSING,
+    *,
+    correction: Any = _MISSING,
+):
+    return _deviation("np.var", a, axis, dtype, correction if _given(correction) else ddof, keepdims, False)
+
+
+@implements(np.std)
+def std(
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    ddof: Any = 0,
+    keepdims: Any = _MISSING,
+    *,
+    correction: Any = _MISSING,
+):
+    return _deviation("np.std", a, axis, dtype, correction if _given(correction) else ddof, keepdims, True)
+
+
+def _deviation(where: str, a: Any, axis: Any, dtype: Any, ddof: Any, keepdims: Any, root: bool):
+    return reduced(where, _variance, a, axis, keepdims, dtype, ddof, root)
+
+
+@implements(np.argmax)
+def argmax(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING):
+    return reduced("np.argmax", _place, a, axis, keepdims, "argmax")
+
+
+@implements(np.argmin)
+def argmin(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING):
+    return reduced("np.argmin", _place, a, axis, keepdims, "argmin")
+
+
+@implements(np.ptp)
+def ptp(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING):
+    return np_max(a, axis, keepdims=keepdims) - np_min(a, axis, keepdims=keepdims)
+
+
+def _of_ufunc(ufunc: np.ufunc, function: Any) -> None:
+    @implements(Method((ufunc, "reduce")))
+    def handler(array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: Any = False, **options: Any):
+        given = {} if dtype is None else {"dtype": dtype}
+        return function(array, axis=axis, keepdims=keepdims, **given, **options)
+
+
+for _ufunc, _function in {
+    np.add: np.sum,
+    np.multiply: np.prod,
+    np.maximum: np.max,
+    np.minimum: np.min,
+    np.logical_and: np.all,
+    np.logical_or: np.any,
+}.items():
+    _of_ufunc(_ufunc, _function)

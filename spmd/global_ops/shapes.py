@@ -1,0 +1,348 @@
+"""Functions that permute, add, remove and join dimensions of global arrays: what splits a dimension goes with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import LayoutError, describe
+from spmd.global_ops.along import moved_spec
+from spmd.global_ops.call import Arguments, as_spec, dims_of, global_value, names_of, on_blocks
+from spmd.global_ops.registry import implements
+from spmd.global_ops.whole import whole
+from spmd.layout import Layout, P, block_sizes, offsets
+from spmd.operators.halo import halo_exchange
+from spmd.operators.repartition import repartition
+from spmd.operators.splitting import normal_axis
+
+__all__ = ["permuted"]
+
+
+def _split(x: Any) -> list[tuple[str, ...]]:
+    """The axes that split each dimension, as x goes to a map."""
+    value = global_value(x)
+    assert value is not None
+    names = names_of(as_spec(x))
+    return [*names, *[()] * (value.ndim - len(names))]
+
+
+def _spec(split: Sequence[Sequence[str]]) -> P:
+    return P(*(tuple(names) or None for names in split))
+
+
+def _transposing(order: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x: np.transpose(x, order)
+
+
+def permuted(where: str, x: Any, order: Sequence[int]) -> Any:
+    """x with its dimensions in this order."""
+    value = global_value(x)
+    assert value is not None
+    split = _split(x)
+    out = _spec([split[d] for d in order])
+    return on_blocks(where, _transposing, (tuple(order),), [x], [as_spec(x)], out, value.mesh)
+
+
+def _ndim(x: Any) -> int:
+    return len(x.shape)
+
+
+@implements(np.transpose, np.permute_dims)
+def transpose(a: Any, axes: Any = None) -> Any:
+    n = _ndim(a)
+    order = [*range(n)][::-1] if axes is None else [normal_axis("np.transpose", "axes", d, n) for d in axes]
+    if sorted(order) != [*range(n)]:
+        raise LayoutError.at(
+            "np.transpose",
+            argument="axes",
+            got=f"{axes}, for {describe(a)}",
+            need=f"the {n} dimensions, each once",
+            mend="np.moveaxis moves one",
+        )
+    return permuted("np.transpose", a, order)
+
+
+@implements(np.matrix_transpose)
+def matrix_transpose(x: Any, /) -> Any:
+    return np.swapaxes(x, -1, -2)
+
+
+@implements(np.swapaxes)
+def swapaxes(a: Any, axis1: int, axis2: int) -> Any:
+    order = [*range(_ndim(a))]
+    i, j = (normal_axis("np.swapaxes", name, d, len(order)) for name, d in (("axis1", axis1), ("axis2", axis2)))
+    order[i], order[j] = order[j], order[i]
+    return permuted("np.swapaxes", a, order)
+
+
+@implements(np.moveaxis)
+def moveaxis(a: Any, source: Any, destination: Any) -> Any:
+    return permuted("np.moveaxis", a, _order(np.moveaxis, a, source, destination))
+
+
+@implements(np.rollaxis)
+def rollaxis(a: Any, axis: int, start: int = 0) -> Any:
+    return permuted("np.rollaxis", a, _order(np.rollaxis, a, axis, start))
+
+
+def _order(fun: Callable, a: Any, *options: Any) -> list[int]:
+    """The order in which a function of NumPy puts the dimensions."""
+    return [n - 1 for n in fun(np.empty([d + 1 for d in range(_ndim(a))], np.bool_), *options).shape]
+
+
+@implements(np.squeeze)
+def squeeze(a: Any, axis: Any = None) -> Any:
+    ones = [d for d, n in enumerate(a.shape) if n == 1]
+    dims = ones if axis is None else [*dims_of("np.squeeze", axis, _ndim(a))]
+    if not set(dims) <= set(ones):
+        raise ValueError("cannot select an axis to squeeze out which has size not equal to one")
+    if any(_split(a)[d] for d in dims):
+        spec = moved_spec(as_spec(a), a.shape, dims)
+        if spec is None:
+            return whole(np.squeeze, (a,), {"axis": tuple(dims)})
+    else:
+        spec = as_spec(a)
+    names = [*names_of(spec), *[()] * (_ndim(a) - len(names_of(spec)))]
+    out = _spec([names[d] for d in range(_ndim(a)) if d not in dims])
+    value = global_value(a)
+    assert value is not None
+    return on_blocks("np.squeeze", _squeezing, (tuple(dims),), [a], [spec], out, value.mesh)
+
+
+def _squeezing(dims: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda x: np.squeeze(x, dims)
+
+
+@implements(np.ravel)
+def ravel(a: Any, order: Any = "C") -> Any:
+    return np.reshape(a, (-1,), order=order)
+
+
+def _rolling(spec: P, widths: tuple[tuple[int, int], ...], lengths: tuple[Any, ...]) -> Callable[..., Any]:
+    local = tuple(d for d, (low, _) in enumerate(widths) if low and not lengths[d])
+
+    def body(x: Any) -> Any:
+        for d in local:
+            x = np.roll(x, widths[d][0], d)
+        if any(low and lengths[d] for d, (low, _) in enumerate(widths)):
+            over = [w if lengths[d] else (0, 0) for d, w in enumerate(widths)]
+            x = halo_exchange(x, spec, over, "periodic", sizes=[n or None for n in lengths])
+        return x
+
+    return body
+
+
+@implements(np.roll)
+def roll(a: Any, shift: Any, axis: Any = None) -> Any:
+    """Along a split dimension each block gets the entries that come from its neighbours, and gives as many away."""
+    value = global_value(a)
+    if value is None or axis is None:
+        return whole(np.roll, (a, shift), {"axis": axis})
+    axes = (axis,) if np.ndim(axis) == 0 else tuple(axis)
+    shifts = np.broadcast_to(shift, np.broadcast_shapes(np.shape(shift), (len(axes),))).tolist()
+    if len(axes) == 1:
+        axes = axes * len(shifts)
+    total = [0] * value.ndim
+    for s, d in zip(shifts, axes, strict=True):
+        total[normal_axis("np.roll", "axis", d, value.ndim)] += s
+    spec, layout = as_spec(a), value.layout
+    if value.layout.spec is None:
+        layout = value.mesh.layout(value.shape, spec)
+    widths = []
+    for n, s in zip(value.shape, total, strict=True):
+        s = s % n if n else 0
+        s = s - n if 2 * s > n else s  # the shorter way round
+        widths.append((s, -s))
+    split = _split(a)
+    lengths = tuple(layout.cuts[d] if split[d] else None for d in range(value.ndim))
+    static = (_spec(split), tuple(widths), lengths)
+    return on_blocks("np.roll", _rolling, static, [a], [spec], spec, value.mesh)
+
+
+@implements(np.concatenate)
+def concatenate(
+    arrays: Any, /, axis: Any = 0, out: Any = None, *, dtype: Any = None, casting: Any = "same_kind"
+) -> Any:
+    arrays = [*arrays]
+    options = {"dtype": dtype, "casting": casting}
+    first = next(a for a in arrays if global_value(a) is not None)
+    if axis is None:
+        return np.concatenate([np.reshape(a, (-1,)) for a in arrays], axis=0, **options)
+    d = normal_axis("np.concatenate", "axis", axis, _ndim(first))
+    if any(len(np.shape(a)) != _ndim(first) for a in arrays):
+        raise LayoutError.at(
+            "np.concatenate",
+            got=" and ".join(describe(a) for a in arrays),
+            need="arrays of as many dimensions each",
+            mend="np.expand_dims(x, axis) first",
+        )
+    spec = moved_spec(as_spec(first), first.shape, (d,))
+    if spec is None or not isinstance(spec, P):
+        return whole(np.concatenate, (arrays,), {"axis": d, **options})
+    arguments = Arguments("np.concatenate", (arrays,), {})
+    specs = [spec] * len(arguments.arrays)
+    static = (arguments.template, d, dtype, casting)
+    return on_blocks("np.concatenate", _joining, static, arguments.arrays, specs, spec, arguments.mesh)
+
+
+def _joining(template: Any, d: int, dtype: Any, casting: Any) -> Callable[..., Any]:
+    def body(*arrays: Any) -> Any:
+        ((parts,), _) = template.filled(arrays)
+        return np.concatenate(parts, axis=d, dtype=dtype, casting=casting)
+
+    return body
+
+
+@implements(np.vstack)
+def vstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> Any:
+    return np.concatenate([_at_least(a, 2) for a in tup], axis=0, dtype=dtype, casting=casting)
+
+
+@implements(np.hstack)
+def hstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> Any:
+    arrays = [_at_least(a, 1) for a in tup]
+    return np.concatenate(arrays, axis=0 if _ndim(arrays[0]) == 1 else 1, dtype=dtype, casting=casting)
+
+
+@implements(np.column_stack)
+def column_stack(tup: Any) -> Any:
+    return np.concatenate([np.expand_dims(a, 1) if np.ndim(a) == 1 else _at_least(a, 2) for a in tup], axis=1)
+
+
+@implements(np.atleast_1d)
+def atleast_1d(*arys: Any) -> Any:
+    found = tuple(_at_least(a, 1) for a in arys)
+    return found[0] if len(found) == 1 else found
+
+
+@implements(np.atleast_2d)
+def atleast_2d(*arys: Any) -> Any:
+    found = tuple(_at_least(a, 2) for a in arys)
+    return found[0] if len(found) == 1 else found
+
+
+def _at_least(a: Any, ndim: int) -> Any:
+    missing = ndim - len(np.shape(a))
+    return np.expand_dims(a, tuple(range(missing))) if missing > 0 else a
+
+
+@implements(np.split)
+def split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
+    d = normal_axis("np.split", "axis", axis, _ndim(ary))
+    if not np.ndim(indices_or_sections) and ary.shape[d] % indices_or_sections:
+        raise ValueError(f"{ary.shape[d]} entries do not split into {indices_or_sections} equal parts")
+    return np.array_split(ary, indices_or_sections, d)
+
+
+@implements(np.array_split)
+def array_split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
+    d = normal_axis("np.split", "axis", axis, _ndim(ary))
+    if np.ndim(indices_or_sections):
+        marks = [0, *np.asarray(indices_or_sections).tolist(), ary.shape[d]]
+    else:
+        marks = offsets(block_sizes(ary.shape[d], int(indices_or_sections)))
+    return [ary[(slice(None),) * d + (slice(a, b),)] for a, b in pairwise(marks)]
+
+
+@implements(np.unstack)
+def unstack(x: Any, /, *, axis: int = 0) -> Any:
+    d = normal_axis("np.unstack", "axis", axis, _ndim(x))
+    return tuple(x[(slice(None),) * d + (k,)] for k in range(x.shape[d]))
+
+
+@implements(np.reshape)
+def reshape(a: Any, shape: Sequence[int], order: str = "C") -> Any:
+    """Where a split dimension does not stay, each worker holds a range of the entries, before and after."""
+    value = global_value(a)
+    assert value is not None
+    if order != "C":
+        return whole(np.reshape, (a, tuple(shape)), {"order": order})
+    names, mesh = tuple(n for dim in _split(a) for n in dim), value.mesh
+    workers = math.prod(mesh.axes[n] for n in names)
+    if not shape or min(value.shape[0], shape[0]) < workers:
+        return whole(np.reshape, (a, tuple(shape)), {})
+    spec = P(names)
+    before, after = mesh.layout(value.shape, spec), mesh.layout(tuple(shape), spec)
+    static = ((_flat(before), _flat(after)), tuple(shape[1:]))
+    return on_blocks("np.reshape", _reshaping, static, [a], [spec], spec, mesh)
+
+
+def _flat(layout: Layout) -> Layout:
+    """The layout of the entries in order, of an array whose rows are split."""
+    row = math.prod(layout.shape[1:])
+    return Layout((layout.shape[0] * row,), P(*layout.spec.trimmed), layout.axes, [[n * row for n in layout.cuts[0]]])
+
+
+def _reshaping(flat: tuple[Layout, Layout], row: tuple[int, ...]) -> Callable[..., Any]:
+    def body(x: Any) -> Any:
+        x = repartition(np.reshape(x, (-1,)), *flat)
+        return np.reshape(x, (len(x) // max(1, math.prod(row)), *row))
+
+    return body
+
+
+# What needs no entries.
+
+
+@implements(np.shape)
+def shape(a: Any) -> tuple[int, ...]:
+    return tuple(a.shape)
+
+
+@implements(np.ndim)
+def ndim(a: Any) -> int:
+    return _ndim(a)
+
+
+@implements(np.size)
+def size(a: Any, axis: Any = None) -> int:
+    return math.prod(a.shape[d] for d in dims_of("np.size", axis, _ndim(a)))
+
+
+@implements(np.iscomplexobj)
+def iscomplexobj(x: Any) -> bool:
+    return x.dtype.kind == "c"
+
+
+@implements(np.isrealobj)
+def isrealobj(x: Any) -> bool:
+    return x.dtype.kind != "c"
+
+
+def _dtypes(args: Sequence[Any]) -> list[Any]:
+    return [a if global_value(a) is None else a.dtype for a in args]
+
+
+@implements(np.result_type)
+def result_type(*arrays_and_dtypes: Any) -> np.dtype:
+    return np.result_type(*_dtypes(arrays_and_dtypes))
+
+
+@implements(np.can_cast)
+def can_cast(from_: Any, to: Any, casting: Any = "safe") -> bool:
+    source, target = _dtypes([from_, to])
+    return np.can_cast(source, target, casting)
+
+
+@implements(np.copy)
+def copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
+    return a
+
+
+@implements(np.array_repr)
+def array_repr(arr: Any, *options: Any, **more: Any) -> str:
+    return repr(arr)
+
+
+@implements(np.array_str)
+def array_str(a: Any, *options: Any, **more: Any) -> str:
+    return str(a)
+
+
+@implements(np.array2string)
+def array2string(a: Any, *options: Any, **more: Any) -> str:
+    return np.array2string(np.asarray(a), *options, **more)

@@ -1,0 +1,183 @@
+"""Programs of global arrays: the numbers of NumPy, and no more moved than by a map that is written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P
+
+RNG = np.random.default_rng(3)
+X, Y = RNG.random((41, 5)), RNG.random(41)
+
+
+def linear_model(x, y, w):
+    """Gradient descent on a linear model."""
+
+    def loss(w):
+        return ((x @ w - y) ** 2).mean()
+
+    for _ in range(4):
+        w = w - 0.3 * spmd.grad(loss)(w)
+    return loss(w), w
+
+
+def two_layers(x, y, w1, w2):
+    """One step of a network of two layers."""
+
+    def loss(w1, w2):
+        hidden = np.maximum(x @ w1, 0.1)
+        return ((hidden @ w2 - y) ** 2).mean()
+
+    value, (g1, g2) = spmd.value_and_grad(loss, (0, 1))(w1, w2)
+    return value, w1 - 0.1 * g1, w2 - 0.1 * g2
+
+
+def k_means(x, centres):
+    for _ in range(3):
+        apart = ((x[:, None, :] - centres) ** 2).sum(axis=2)
+        nearest = (apart == apart.min(axis=1, keepdims=True)) * 1.0
+        centres = np.einsum("nk,nd->kd", nearest, x) / nearest.sum(axis=0)[:, None]
+    return centres
+
+
+def power_iteration(x, v):
+    """The first principal component."""
+    x = x - x.mean(axis=0)
+    for _ in range(5):
+        v = (x @ v) @ x
+        v = v / np.linalg.norm(v)
+    return v
+
+
+def heat(u):
+    for _ in range(4):
+        near = np.roll(u, 1, 0) + np.roll(u, -1, 0) + np.roll(u, 1, 1) + np.roll(u, -1, 1)
+        u = u + 0.1 * (near - 4 * u)
+    return u, u.sum()
+
+
+def same(have: Any, want: Any) -> None:
+    for a, b in zip(spmd.tree.leaves(have), spmd.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a.numpy() if isinstance(a, spmd.PartitionedArray) else a, b, rtol=1e-10)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_data_parallel(workers):
+    w = np.zeros(5)
+    centres, v, u = X[:3].copy(), np.ones(5), RNG.random((9, 7))
+    with spmd.Mesh(data=workers):
+        x, y = spmd.put(X, P("data")), spmd.put(Y, P("data"))
+        same(linear_model(x, y, w), linear_model(X, Y, w))
+        same(linear_model(x, y, spmd.put(w, P())), linear_model(X, Y, w))
+        same(k_means(x, centres), k_means(X, centres))
+        same(power_iteration(x, v), power_iteration(X, v))
+        same(heat(spmd.put(u, P("data"))), heat(u))
+        same(heat(spmd.put(u, P(None, "data"))), heat(u))
+
+
+@pytest.mark.parametrize("sides", [{"data": 2, "model": 2}, {"data": 1, "model": 3}, {"data": 4, "model": 1}])
+def test_layers_whose_columns_and_rows_are_split(sides):
+    w1, w2 = RNG.random((5, 6)), RNG.random(6)
+    with spmd.Mesh(**sides):
+        x, y = spmd.put(X, P("data")), spmd.put(Y, P("data"))
+        columns, rows = spmd.put(w1, P(None, "model")), spmd.put(w2, P("model"))
+        have = two_layers(x, y, columns, rows)
+        assert (have[1].spec, have[2].spec) == (columns.spec, rows.spec)
+        same(have, two_layers(X, Y, w1, w2))
+
+
+def moved(f: Callable, *args: Any) -> tuple[int, int]:
+    with spmd.ledger() as log:
+        f(*args)
+    return log.messages, log.bytes
+
+
+def test_they_move_what_a_map_moves():
+    with spmd.Mesh(data=4):
+        x, y, w = spmd.put(X, P("data")), spmd.put(Y, P("data")), spmd.put(np.ones(5), P())
+        of_arrays = spmd.grad(lambda w: ((x @ w - y) ** 2).mean())
+
+        def local(x, y, w):
+            return spmd.sum((x @ w - y) ** 2, "data") / len(Y)
+
+        by_map = spmd.grad(spmd.map(local, (P("data"), P("data"), P()), P()), 2)
+        assert moved(of_arrays, w) == moved(by_map, x, y, w)
+        u = spmd.put(RNG.random((12, 8)), P("data"))
+
+        def shifted(u):
+            return spmd.halo_exchange(u, P("data"), [(1, -1), (0, 0)], "periodic", sizes=[(3,) * 4, None])
+
+        assert moved(lambda u: np.roll(u, 1, 0), u) == moved(spmd.map(shifted, P("data"), P("data")), u)
+        assert moved(lambda u: np.roll(u, 1, 1), u) == (0, 0)
+        assert moved(lambda u: u.T + u.T, u) == (0, 0)
+        assert moved(lambda u: u[1:7, 2:], u) == (0, 0)
+        assert moved(lambda u: u.sum(axis=1), u) == (0, 0)
+        assert moved(lambda u: u @ np.ones((8, 3)), u) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_einsum_moves_as_little_as_any_assignment(seed):
+    """Two operands, two axes: every assignment of the axes to letters, tried by laying the operands out for it."""
+    rng = np.random.default_rng(seed)
+    letters = "ijk"
+    words = ["".join(rng.permutation(list(letters))[: rng.integers(1, 4)]) for _ in range(2)]
+    out = "".join(c for c in letters if c in "".join(words) and rng.random() < 0.6)
+    length = {c: int(rng.integers(4, 9)) * 12 for c in letters}
+    with spmd.Mesh(x=2, y=3):
+        specs = [specs_of(word, rng) for word in words]
+        arrays = [RNG.random([length[c] for c in word]) for word in words]
+        operands = [spmd.put(a, spec) for a, spec in zip(arrays, specs, strict=True)]
+        text = f"{','.join(words)}->{out}"
+        with spmd.ledger() as log:
+            result = np.einsum(text, *operands)
+        np.testing.assert_allclose(result.numpy(), np.einsum(text, *arrays), rtol=1e-9)
+        chosen = sum(w.bytes for w in log.workers.values())
+        used = {n for spec in specs for n in spec.axes}
+        best = min(
+            cost for found in assignments(used, words, specs) if (cost := bytes_by(text, operands, found)) is not None
+        )
+        assert chosen <= best, (text, specs, chosen, best)
+
+
+def specs_of(word: str, rng) -> P:
+    dims: list[Any] = [None] * len(word)
+    for name in ("x", "y"):
+        if rng.random() < 0.7:
+            d = int(rng.integers(len(word)))
+            if dims[d] is None:
+                dims[d] = name
+    return P(*dims)
+
+
+def assignments(used, words, specs):
+    """Each axis splits one letter that it splits in some operand, or none."""
+    homes = {
+        n: {w[d] for w, s in zip(words, specs, strict=True) for d, names in enumerate(s.dims) if n in names}
+        for n in used
+    }
+    found = [{}]
+    for name, letters in homes.items():
+        found = [{**f, name: c} for f in found for c in (None, *letters)]
+    return found
+
+
+def bytes_by(text: str, operands, letter_of) -> int | None:
+    words, _, out = text.partition("->")
+    specs = [
+        P(*(tuple(n for n, c in letter_of.items() if c == letter) or None for letter in w)) for w in words.split(",")
+    ]
+    summed = tuple(n for n, c in letter_of.items() if c is not None and c not in out)
+
+    def body(*blocks):
+        part = np.einsum(text, *blocks)
+        return spmd.psum(part, summed) if summed else part
+
+    result = P(*(tuple(n for n, c in letter_of.items() if c == letter) or None for letter in out))
+    with spmd.ledger() as log:
+        spmd.map(body, tuple(specs), result)(*operands)
+    return sum(w.bytes for w in log.workers.values())
