@@ -228,44 +228,51 @@ class At:
 
     @api_boundary
     def set(self, v):
-        return self._update(_set, v)
+        return self._update("set", _set, v)
 
     @api_boundary
     def add(self, v):
-        return self._update(_add, v)
+        return self._update("add", _add, v)
 
     @api_boundary
     def subtract(self, v):
-        return self._update(_add, -v if hasattr(v, "dtype") or type(v) in (int, float, complex) else np.negative(v))
+        return self._update(
+            "add", _add, -v if hasattr(v, "dtype") or type(v) in (int, float, complex) else np.negative(v)
+        )
 
     @api_boundary
     def multiply(self, v):
-        return self._update(lambda x, v, index: _in_turn(x, index, operator.mul, v), v)
+        return self._update("multiply", lambda x, v, index: _in_turn(x, index, operator.mul, v), v)
 
     @api_boundary
     def divide(self, v):
-        return self._update(lambda x, v, index: _in_turn(x, index, operator.truediv, v), v)
+        return self._update("divide", lambda x, v, index: _in_turn(x, index, operator.truediv, v), v)
 
     @api_boundary
     def power(self, v):
-        return self._update(lambda x, v, index: _in_turn(x, index, operator.pow, v), v)
+        return self._update("power", lambda x, v, index: _in_turn(x, index, operator.pow, v), v)
 
     @api_boundary
     def min(self, v):
-        return self._update(_min, v)
+        return self._update("min", _min, v)
 
     @api_boundary
     def max(self, v):
-        return self._update(_max, v)
+        return self._update("max", _max, v)
 
     @api_boundary
     def apply(self, f: Callable):
         """x with f(x[i]) at i; f acts entry by entry."""
-        return self._update(lambda x, _v, index: _in_turn(x, index, lambda y, _: f(y)), 0)
+        return self._update("apply", lambda x, _v, index: _in_turn(x, index, lambda y, _: f(y)), 0, f)
 
-    def _update(self, update: Callable, v):
-        arrays = find(self.index, [])
+    def _update(self, name: str, update: Callable, v, argument=None):
+        """A method of this name. argument: that of the user, if it is not v."""
         x = self.array
+        if (x.state if type(x) is Array else None) is None:
+            instead = tracer.mixing.function(At, (x, v, self.index))
+            if instead is not None:
+                return instead(x, self.index, name, v if argument is None else argument)
+        arrays = find(self.index, [])
         if type(x) is not Array and isinstance(x, np.ndarray):
             x = admit(x, "spmd.at", error=DtypeError)
         if arrays:

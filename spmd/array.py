@@ -272,8 +272,7 @@ class PartitionedArray:
             "x[i] = v",
             got=describe(self),
             need="arrays are immutable",
-            mend="spmd.map(lambda b: b.at[i].set(v), in_specs=x.spec, out_specs=x.spec)(x), "
-            "with i an index into the blocks",
+            mend="x = x.at[i].set(v)",
         )
 
     @api_boundary

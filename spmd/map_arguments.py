@@ -330,7 +330,7 @@ class MapMixing(Join):
 
     def function(self, fun, arguments):
         arrays = find(arguments, [])
-        if not any(type(value_of(x)) is PartitionedArray for x in arrays):
+        if not any(type(value_of(x)) is PartitionedArray for x in (*arguments, *arrays)):
             return None
         return function_of(fun)
 

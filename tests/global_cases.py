@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+import spmd
 from spmd import P
 
 SHAPES = [(7,), (6, 5), (1, 4), (0, 3), (4, 3, 5)]
@@ -112,6 +113,25 @@ PRODUCTS = {
     "einsum trace": lambda x: np.einsum("...i->i...", x),
     "einsum two": lambda x: np.einsum("i...,i...->...", x, x),
 }
-EVERY = {**REDUCTIONS, **ALONG, **SHAPING, **INDEXING, **ELEMENTWISE, **PRODUCTS}
+UPDATES = {
+    "set row": lambda x: spmd.at(x)[0].set(1.0) if x.shape[0] else x,
+    "add to column": lambda x: spmd.at(x)[..., -1].add(2.0),
+    "set slice": lambda x: spmd.at(x)[1::2].set(np.arange(float(x.shape[-1])) if x.ndim > 1 else 3.0),
+    "multiply part": lambda x: spmd.at(x)[1:, ..., 1:].multiply(3.0) if x.ndim > 1 else x,
+    "set entry": lambda x: spmd.at(x)[(0,) * x.ndim].set(9.0) if x.size else x,
+    "set mask": lambda x: spmd.at(x)[x > 0.5].set(0.0),
+    "add at integers": lambda x: spmd.at(x)[np.array([0, 0, -1])].add(1.0) if x.shape[0] else x,
+    "copy row": lambda x: spmd.at(x)[0].set(x[-1]) if x.shape[0] else x,
+    "back": lambda x: spmd.at(x)[::-1].add(np.arange(float(x.shape[-1])) if x.ndim > 1 else 1.0),
+}
+EVERY = {
+    **REDUCTIONS,
+    **ALONG,
+    **SHAPING,
+    **INDEXING,
+    **ELEMENTWISE,
+    **PRODUCTS,
+    **{f"at: {name}": f for name, f in UPDATES.items()},
+}
 SPECS = [P(), P("x"), P(None, "x"), P("y", "x"), P(("x", "y")), P(None, None, "y")]
 MESHES = [{"x": 1, "y": 1}, {"x": 2, "y": 1}, {"x": 3, "y": 1}, {"x": 2, "y": 2}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -63,54 +63,38 @@ def _plan(
     names = sorted(homes)
     choices = [[None, *sorted(homes[name] - repeated)] for name in names]
     best: tuple[Any, _Assignment] | None = None
-    for picks in itertools.product(*choices):
-        by_letter: dict[str, list[str]] = {}
-        for name, c in zip(names, picks, strict=True):
-            if c is not None:
-                by_letter.setdefault(c, []).append(name)
-        for c, found in by_letter.items():
-            order = _order_of(c, found, letters, layouts)
-            by_letter[c] = order
-        assignment = {c: tuple(found) for c, found in by_letter.items()}
+    for assignment in _assignments(names, choices):
         moved = 0
         for word, layout, itemsize, shape in zip(letters, layouts, itemsizes, shapes, strict=True):
-            target = _target(word, shape, assignment, sizes, layout)
-            moved += _moved_bytes(layout, target, itemsize)
-        entries = math.prod(lengths[c] for c in out)
-        workers = math.prod(sizes.values())
+            moved += _moved_bytes(layout, _target(word, shape, assignment, sizes), itemsize)
+        entries, workers = math.prod(lengths[c] for c in out), math.prod(sizes.values())
         split = math.prod(sizes[n] for c, found in assignment.items() if c in out for n in found)
         summed = math.prod(sizes[n] for c, found in assignment.items() if c not in out for n in found)
         # An all-reduce of large blocks moves 2 (n - 1) / n of the block to each worker.
         moved += int(2 * (summed - 1) / summed * entries / split * max(itemsizes) * workers)
-        used = sum(len(found) for found in assignment.values())
-        held = entries // split
-        key = (moved, held, -used, picks.count(None), tuple(c or "" for c in picks))
+        key = (moved, entries // split, -sum(map(len, assignment.values())), sorted(assignment.items()))
         if best is None or key < best[0]:
             best = key, tuple(sorted(assignment.items()))
     assert best is not None
     return best[1]
 
 
-def _order_of(c: str, found: list[str], letters: Sequence[str], layouts: Sequence[Layout | None]) -> list[str]:
-    """The order in which axes split a letter: that of an operand that has them all, if there is one."""
-    for word, layout in zip(letters, layouts, strict=True):
-        if layout is not None and c in word:
-            names = layout.spec.dims[word.index(c)]
-            if set(names) == set(found):
-                return [*names]
-    return found
+def _assignments(names: Sequence[str], choices: Sequence[Sequence[str | None]]) -> Iterator[dict[str, tuple[str, ...]]]:
+    """By letter the axes that split it, in every order. choices: for each axis its letters; None: it splits nothing."""
+    for picks in itertools.product(*choices):
+        found: dict[str, list[str]] = {}
+        for name, c in zip(names, picks, strict=True):
+            if c is not None:
+                found.setdefault(c, []).append(name)
+        for orders in itertools.product(*(itertools.permutations(group) for group in found.values())):
+            yield dict(zip(found, orders, strict=True))
 
 
 def _target(
-    word: str,
-    shape: tuple[int, ...],
-    assignment: Mapping[str, tuple[str, ...]],
-    sizes: Mapping[str, int],
-    layout: Layout | None,
+    word: str, shape: tuple[int, ...], assignment: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
 ) -> Layout:
-    """The layout of an operand by an assignment: its own where it fits, else in balanced blocks."""
-    spec = P(*(assignment.get(c) for c in word))
-    return Layout(shape, spec, dict(sizes))
+    """The layout of an operand by an assignment, in balanced blocks."""
+    return Layout(shape, P(*(assignment.get(c) for c in word)), sizes)
 
 
 def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import check_usable
+from spmd.array import PartitionedArray, check_usable
 from spmd.global_ops.along import moved_spec
 from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
 from spmd.global_ops.registry import implements
@@ -18,7 +18,7 @@ from spmd.mesh import WORKER
 from spmd.operators.reduce import psum
 from spmd.operators.varying import varying
 
-__all__ = ["item"]
+__all__ = ["basic_keys", "item", "local_index", "packed", "unpacked"]
 
 
 def _expanded(index: Any, ndim: int, x: Any) -> list[Any]:
@@ -59,16 +59,19 @@ def item(x: Any, index: Any) -> Any:
         index = tuple(np.asarray(e) if isinstance(e, list) else e for e in index)
     if global_value(index) is not None or getattr(index, "dtype", np.dtype(int)).kind == "b":
         return _masked(x, index)
-    entries = _expanded(index, value.ndim, x)
-    if all(e is None or isinstance(e, slice) or _is_integer(e) for e in entries):
-        return _basic(x, entries)
-    return _advanced(x, entries)
+    keys, entries = basic_keys(index, value), _expanded(index, value.ndim, x)
+    return _advanced(x, entries) if keys is None else _basic(x, keys, entries)
 
 
-def _basic(x: Any, entries: Sequence[Any]) -> Any:
-    value = global_value(x)
-    assert value is not None
-    spec, d, keys = as_spec(x), 0, []
+def basic_keys(index: Any, value: PartitionedArray) -> list[Any] | None:
+    """An index of integers, slices and new dimensions, as one of integers that are not negative, of (start, stop, step)
+    and of None; None for any other."""
+    if global_value(index) is not None or getattr(index, "ndim", 0) or isinstance(index, list):
+        return None
+    entries = _expanded(index, value.ndim, value)
+    if not all(e is None or isinstance(e, slice) or _is_integer(e) for e in entries):
+        return None
+    d, keys = 0, []
     for e in entries:
         if e is None:
             keys.append(None)
@@ -77,11 +80,18 @@ def _basic(x: Any, entries: Sequence[Any]) -> Any:
         if isinstance(e, slice):
             keys.append(e.indices(n))
         else:
-            k = int(e)
+            k = operator.index(e)
             if not -n <= k < n:
                 raise IndexError(f"index {k} is out of bounds for dimension {d} of length {n}")
             keys.append(k % n)
         d += 1
+    return keys
+
+
+def _basic(x: Any, keys: Sequence[Any], entries: Sequence[Any]) -> Any:
+    value = global_value(x)
+    assert value is not None
+    spec = as_spec(x)
     back = [d for d, k in enumerate(k for k in keys if k is not None) if isinstance(k, tuple) and k[2] < 0]
     if any(names_of(spec)[d] for d in back if d < len(names_of(spec))):
         spec = moved_spec(spec, value.shape, back)
@@ -173,7 +183,7 @@ def _local_slice(k: tuple[int, int, int], start: int, stop: int) -> slice:
 
 
 def _of_whole(x: Any, index: Any) -> Any:
-    return whole(_take, (x, tuple(_packed(e) for e in index)), {})
+    return whole(_take, (x, packed(index)), {})
 
 
 class _Slice:
@@ -191,12 +201,21 @@ class _Slice:
         return hash(self.key)
 
 
-def _packed(e: Any) -> Any:
-    return _Slice(e) if isinstance(e, slice) else e
+def packed(index: Any) -> Any:
+    """An index that is hashable if its entries are."""
+    if isinstance(index, tuple):
+        return tuple(_Slice(e) if isinstance(e, slice) else e for e in index)
+    return _Slice(index) if isinstance(index, slice) else index
+
+
+def unpacked(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(slice(*e.key) if isinstance(e, _Slice) else e for e in index)
+    return slice(*index.key) if isinstance(index, _Slice) else index
 
 
 def _take(x: Any, index: tuple[Any, ...]) -> Any:
-    return x[tuple(slice(*e.key) if isinstance(e, _Slice) else e for e in index)]
+    return x[unpacked(index)]
 
 
 _take.__name__ = "x[i]"
@@ -217,7 +236,7 @@ def _advanced(x: Any, entries: Sequence[Any]) -> Any:
             kept = [n or None for n in names]
             out = P(*kept[:d], *[None] * indices.ndim, *kept[d + 1 :])
             return on_blocks("x[i]", _take_along, (d,), [x, indices], [spec, P()], out, value.mesh)
-    return _of_whole(x, entries)
+    return _of_whole(x, tuple(entries))
 
 
 def _take_along(d: int) -> Callable[..., Any]:

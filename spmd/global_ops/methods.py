@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
+from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array
 from spmd.global_ops.indexing import item
 from spmd.tracebacks import api_boundary
@@ -71,7 +72,8 @@ for _name, _function in _MORE.items():
         _function.__name__ = _name
     setattr(PartitionedArray, _name, _function)
 
-_ATTRIBUTES = {
+_ATTRIBUTES: dict[str, Any] = {
+    "at": at,
     "T": lambda self: np.transpose(self),
     "mT": lambda self: np.matrix_transpose(self),
     "real": lambda self: np.real(self),

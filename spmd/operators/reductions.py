@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from math import prod
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from spmd.autodiff.tracer import Array
 from spmd.errors import describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
+from spmd.mesh import WORKER
 from spmd.operators.apply import operate
 from spmd.operators.base import named
 from spmd.operators.reduce import (
@@ -37,6 +39,8 @@ from spmd.operators.sums import Sum
 __all__ = ["max", "mean", "min", "sum"]
 
 Axis = int | Sequence[int] | None
+_OUTSIDE: Any = None
+"""In place of axis_name: of a global array, which has a layout, and no axes to be named."""
 
 
 def _start(x, axis_name: AxisName, axis: Axis, function: str):
@@ -66,13 +70,16 @@ def _name(function: str, dims: tuple[int, ...], ndim: int) -> str:
     return function if len(dims) in (0, ndim) else f"{function}[axis={', '.join(map(str, sorted(dims)))}]"
 
 
-def sum(x, axis_name: AxisName, axis: Axis = None):
+def sum(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     """The sum of x over its dimensions `axis` (None: all) and over the workers along axis_name; Invariant there.
 
     x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Short floating-point
     numbers (float16, bfloat16, float8) are added up in float32, and the sum is rounded once. Adjoint: the cotangent,
     broadcast to every entry of every worker. Cost: one all-reduce of the locally summed array.
+    Outside of bodies, without axis_name: as np.sum of a global array; so are the others.
     """
+    if axis_name is _OUTSIDE and WORKER.get() is None:
+        return np.sum(x, axis=axis)
     if isinstance(x, int | float | complex):
         return psum(x, axis_name)
     x, names, _, dims = _start(x, axis_name, axis, "sum")
@@ -82,7 +89,7 @@ def sum(x, axis_name: AxisName, axis: Axis = None):
     return rounded(operate(op, _total(x, dims, wide), sys._getframe(1)), dtype)
 
 
-def mean(x, axis_name: AxisName, axis: Axis = None):
+def mean(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     """The mean of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
     Every entry counts once, however uneven the blocks. Along axes where x is Invariant the copies count as one.
@@ -90,6 +97,8 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     float32, and the mean is rounded once.
     Cost: one all-reduce of the locally summed array and one of the count.
     """
+    if axis_name is _OUTSIDE and WORKER.get() is None:
+        return np.mean(x, axis=axis)
     if isinstance(x, int | float | complex):
         return pmean(x, axis_name)
     x, _, over, dims = _start(x, axis_name, axis, "mean")
@@ -102,17 +111,21 @@ def mean(x, axis_name: AxisName, axis: Axis = None):
     return rounded(total / count, dtype)
 
 
-def max(x, axis_name: AxisName, axis: Axis = None):
+def max(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     """The largest entry of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
     Blocks may be uneven or empty, not all empty (LayoutError). Gradient: to all entries that attain it, on whichever
     worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the ties.
     """
+    if axis_name is _OUTSIDE and WORKER.get() is None:
+        return np.max(x, axis=axis)
     return _extremum(x, axis_name, axis, "max", sys._getframe(1))
 
 
-def min(x, axis_name: AxisName, axis: Axis = None):
+def min(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     """The smallest entry; see `max`."""
+    if axis_name is _OUTSIDE and WORKER.get() is None:
+        return np.min(x, axis=axis)
     return _extremum(x, axis_name, axis, "min", sys._getframe(1))
 
 

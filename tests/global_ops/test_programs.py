@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -155,15 +156,13 @@ def specs_of(word: str, rng) -> P:
 
 
 def assignments(used, words, specs):
-    """Each axis splits one letter that it splits in some operand, or none."""
-    homes = {
-        n: {w[d] for w, s in zip(words, specs, strict=True) for d, names in enumerate(s.dims) if n in names}
-        for n in used
-    }
-    found = [{}]
-    for name, letters in homes.items():
-        found = [{**f, name: c} for f in found for c in (None, *letters)]
-    return found
+    """Each axis splits one letter that it splits in some operand, or none; in every order of the axes."""
+    for names in permutations(sorted(used)):
+        found: list[dict[str, str | None]] = [{}]
+        for name in names:
+            homes = {w[d] for w, s in zip(words, specs, strict=True) for d, n in enumerate(s.dims) if name in n}
+            found = [{**f, name: c} for f in found for c in (None, *sorted(homes))]
+        yield from found
 
 
 def bytes_by(text: str, operands, letter_of) -> int | None:
