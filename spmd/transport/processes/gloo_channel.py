@@ -84,22 +84,23 @@ class GlooLink(Link):
         super().__init__(peer)
         self.transport, self.connections, self.rank = transport, connections, rank
         self.tag, self.data_tag = (digest(name, key) % _TAGS for name in ("packets", "data of packets"))
-        self.sending: deque[tuple[Posted, np.ndarray]] = deque()
+        self.sending: deque[tuple[Posted, np.ndarray, tuple[int, int] | None]] = deque()
         self.next = np.zeros_like(self.incoming)
         self.posted = self._post_receive()
 
     def prepare(self, number: int) -> None:
         while len(self.sending) >= _PACKETS_MAX:
             self.transport.groups.finish(number)  # the other side may wait for us in the same way
-            posted, _ = self.sending.popleft()
-            self.transport.arrive(posted, self.transport.last_call)
+            posted, packet, place = self.sending.popleft()
+            transport = self.transport
+            transport.arrive(posted, transport.last_call, packet, (transport.ranks[self.peer],), place)
         if self.sending:  # gloo does not tell whether a packet has been sent, except to who waits for it
             self.new_outgoing()
 
     def post(self, nbytes: int) -> None:
         posted = Posted(self.connections)
         posted.post(self.connections.group.send, torch.from_numpy(self.outgoing.view(np.int64)), self.rank, self.tag)
-        self.sending.append((posted, self.outgoing))
+        self.sending.append((posted, self.outgoing, self.place))
 
     def receive(self) -> Posted:
         posted = self.posted

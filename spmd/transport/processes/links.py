@@ -51,16 +51,20 @@ class Link(ABC):
 
     peer: the place of that member in the channel. outgoing, incoming: the memory of packets; outgoing_bytes,
     incoming_bytes: as bytes. early: what came of collectives whose turn has not come, by their number. unread: whether
-    a packet has come at which nobody has looked. awaited: the requests for the next packet, where it is being received.
+    a packet has come at which nobody has looked. place: that of the collective that sends, on the status board.
+    awaited: the requests for the next packet, where it is being received.
     """
 
-    __slots__ = ("awaited", "early", "incoming", "incoming_bytes", "outgoing", "outgoing_bytes", "peer", "unread")
+    __slots__ = (
+        *("awaited", "early", "incoming", "incoming_bytes", "outgoing", "outgoing_bytes", "peer", "place", "unread"),
+    )
 
     def __init__(self, peer: int):
         self.peer = peer
         self.early: dict[int, list[Any]] = {}
         self.unread = False
         self.awaited: Any = None
+        self.place: tuple[int, int] | None = None
         self.new_outgoing()
         self.receive_into(np.zeros(PACKET_NBYTES // 8, np.uint64))
 

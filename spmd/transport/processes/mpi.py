@@ -66,14 +66,16 @@ MPI would keep packets for a slow receiver without limit."""
 
 class MpiLink(Link):
     """The messages to a rank of a communicator, and from it. Packets use persistent requests, which take half the time
-    of a send and a receive. sent: the number of packets. confirmed: the latest synchronous send."""
+    of a send and a receive. sent: the number of packets. confirmed: the latest synchronous send, and the place of its
+    collective."""
 
-    __slots__ = ("busy", "comm", "confirmed", "groups", "long", "packet", "sending", "sent", "short")
+    __slots__ = ("busy", "comm", "confirmed", "confirmed_place", "groups", "long", "packet", "sending", "sent", "short")
 
     def __init__(self, groups: Any, comm: MPI.Comm, peer: int):
         super().__init__(peer)
         self.groups, self.comm = groups, comm
         self.sent, self.confirmed = 0, MPI.REQUEST_NULL
+        self.confirmed_place = self.place
         self.packet = comm.Recv_init([self.incoming, MPI.BYTE], peer, _PACKET_TAG)
         self.busy: list[tuple[MPI.Request, ...]] = []
         self._write_to_new_memory()
@@ -89,7 +91,9 @@ class MpiLink(Link):
     def prepare(self, number: int) -> None:
         if self.sent % _PACKETS_AHEAD == _PACKETS_AHEAD - 1 and not self.confirmed.Test():
             self.groups.finish(number)  # the other side may wait for us in the same way
-            self.groups.transport.arrive([self.confirmed], self.groups.transport.last_call)
+            transport = self.groups.transport
+            waits_for = (transport.ranks[self.peer],)
+            transport.arrive([self.confirmed], transport.last_call, None, waits_for, self.confirmed_place)
         if not self.sending.Test():
             # A persistent request keeps its memory alive.
             self.busy = [pair for pair in self.busy if not self._freed(pair)] + [(self.short, self.long)]
@@ -108,6 +112,7 @@ class MpiLink(Link):
         self.sent += 1
         if self.sent % _PACKETS_AHEAD == 0:
             packet = self.outgoing.view(np.uint8)[:nbytes]
+            self.confirmed_place = self.place
             self.sending = self.confirmed = self.comm.Issend([packet, MPI.BYTE], self.peer, _PACKET_TAG)
             return
         self.sending = self.short if nbytes <= _SHORT_NBYTES else self.long

@@ -142,7 +142,8 @@ class RepeatedExchange:
         for k, head, part in self.sends:
             run.send(k, head, x if part is ... else x[part])
         heads, completion = self.latest
-        if completion is not None:
+        # Others that are under way would be finished while this waits, and overwrite a packet that is looked at.
+        if completion is not None and not run.groups.under_way:
             for k, head, shape in heads:
                 blocks[k] = run.view(k, head, shape, self.dtype)
                 if blocks[k] is None:

@@ -119,6 +119,7 @@ class Running:
     def send(self, member: int, head: bytes, data: Any) -> None:
         """Send a message. data: an array, or bytes."""
         link = self.link(member)
+        link.place = self.place
         if isinstance(data, bytes):
             text: bytes | None = data
             nbytes = len(data)

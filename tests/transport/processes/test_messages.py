@@ -167,6 +167,83 @@ def test_who_only_sends_does_not_run_far_ahead_of_its_receiver(python, tmp_path)
     assert 10 < ahead <= 520
 
 
+HELD = """
+import numpy as np, spmd
+from spmd.errors import DeadlockError, MismatchError
+from spmd.transport.call import Call
+
+mesh = spmd.Mesh(x=2, y=2)
+
+def body(worker):  # worker 2 waits for 3, 3 for 1, 1 for 0; and 0 for 2 to take what it has sent
+    comm, me, x = worker.comm, worker.index, np.ones(4)
+    across, along = worker.group(("x",)), worker.group(("y",))
+
+    def exchange(group, sends, sources):
+        call = Call("ppermute", group.axes, x.dtype, x.shape, detail=str(group.axes))
+        return comm.exchange(group, call, sends, sources).wait()
+
+    def psum(group):
+        return comm.all_reduce(group, Call("psum", group.axes, x.dtype, x.shape, same_shape=True), x).wait()
+
+    if me == 2:
+        exchange(along, {}, [1])
+    for _ in range(1500):
+        exchange(across, {1: x} if me == 0 else {}, [0] if me == 2 else [])
+    if me in (0, 1):
+        psum(along)
+    elif me == 3:
+        exchange(worker.group(("x", "y")), {}, [])
+    if me in (1, 3):
+        psum(across)
+    return 0
+
+try:
+    mesh.transport.share(mesh.run(body, tracked=False).results)
+except (DeadlockError, MismatchError):
+    print("told\\n", end="", flush=True)
+"""
+
+
+@each_engine
+def test_who_waits_for_its_packets_to_be_taken_is_seen_to_wait(python, tmp_path):
+    program = tmp_path / "held.py"
+    program.write_text(HELD)
+    assert by_messages(str(program), python=python, SPMD_TIMEOUT="20").count("told") == 4
+
+
+BETWEEN = """
+import time
+import numpy as np, spmd
+from spmd import P
+from spmd.transport.call import Call
+
+mesh = spmd.Mesh(x=3)
+
+def body(x0):  # halos of the same line while another collective is under way, which their wait finishes
+    comm, group, me = mesh.transport.comm, mesh.transport.everyone, spmd.worker_index("x")
+    for k in range(9):
+        b = np.full(100, 1000.0)
+        handle = comm.all_reduce(group, Call("psum", ("x",), b.dtype, b.shape, same_shape=True), b)
+        time.sleep((0.05, 0, 0.15)[me] if k > 3 else 0)
+        x = np.full(4, 10.0 * me + k)
+        halo = spmd.halo_exchange(spmd.varying(x, "x"), P("x"), 1, "periodic", sizes=[(4, 4, 4)])
+        want = [10.0 * ((me - 1) % 3) + k, *x, 10.0 * ((me + 1) % 3) + k]
+        assert spmd.block(halo).tolist() == want, (k, me, spmd.block(halo).tolist(), want)
+        assert (handle.wait() == 3000).all()
+    return x0
+
+spmd.map(body, P("x"), P("x"), mesh=mesh)(np.ones(3))
+print("well\\n", end="", flush=True)
+"""
+
+
+@each_engine
+def test_repeated_exchanges_while_another_collective_is_under_way(python, tmp_path):
+    program = tmp_path / "between.py"
+    program.write_text(BETWEEN)
+    assert by_messages(str(program), python=python, n=3).count("well") == 3
+
+
 SILENT = """
 import numpy as np, spmd
 from spmd import P
