@@ -69,6 +69,8 @@ def apply(prim: Primitive, args, kwargs):
         except Exception as error:
             ans = cupy_fallback.retry(prim.fun, bared, kwargs, error, prim.name)
         return wrap(ans, state)
+    if state is None:
+        args = tracer.mixing.alike(args)
     lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
         key <<= 1

@@ -79,6 +79,11 @@ class Mixing:
     def differentiated(self, scalar: Array) -> None:
         """A traced scalar whose gradient is asked for."""
 
+    def alike(self, args: Any) -> Any:
+        """Operands outside of maps: where some are spread over workers, so are the traced ones, whose cotangents then
+        come back as what they are."""
+        return args
+
     def function(self, fun: Any, arguments: Any) -> Any:
         """What is run in place of a function of NumPy outside of maps, because arrays among its arguments are spread
         over workers; None: the function and its derivative rule."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED
+from spmd.autodiff.dispatch import place_of_out
 from spmd.autodiff.primitive import Method, name_of
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
@@ -194,9 +195,12 @@ class PartitionedArray:
         return whole
 
     @api_boundary
-    def item(self):
-        """The entry of an array of size 1."""
-        return self._number("item").item()
+    def item(self, *index: int):
+        """An entry as a Python number: that of an array of size 1, or the one at an index."""
+        if len(index) == 1:
+            index = tuple(map(int, np.unravel_index(index[0], self.shape)))
+        entry = operator.getitem(self, index) if index else self  # type: ignore[index]
+        return entry._number("item").item()
 
     def _number(self, kind: str) -> np.ndarray:
         check_usable(f"{kind}()", self)
@@ -283,7 +287,9 @@ class PartitionedArray:
         raise MissingMethodError.at(f"x.{name}", got=describe(self), need=need, mend=mend.format(data="x.numpy()"))
 
     @api_boundary
-    def astype(self, dtype) -> PartitionedArray:
+    def astype(self, dtype, order="K", casting="unsafe", subok=True, copy=True) -> PartitionedArray:
+        if not np.can_cast(self.dtype, dtype, casting):  # type: ignore[arg-type]
+            raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
         return self.on_blocks(lambda b: b.astype(dtype))
 
     def on_blocks(self, f: Callable[[np.ndarray], np.ndarray]) -> PartitionedArray:
@@ -320,6 +326,8 @@ class PartitionedArray:
         check_usable(name_of(fun), self)
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
+        if len(args) > (place := place_of_out(fun)):
+            _refuse_out(name_of(fun), self, {"out": args[place]})
         _refuse_out(name_of(fun), self, kwargs)
         handler = _HANDLERS.get(fun) or function_of(fun)
         assert handler is not None

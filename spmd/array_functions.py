@@ -159,11 +159,21 @@ def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
     return data[cut]
 
 
+def _plain(option: Any) -> Any:
+    """An option, if it is none of the arrays, which are compared entry by entry."""
+    return option if option is None or option is True or option is np._NoValue else ...  # type: ignore[attr-defined]
+
+
 @implements(np.sum)
-def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -> PartitionedArray:
+def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> PartitionedArray:
     """np.sum over dimensions of the global array."""
+    x = a
+    keepdims = keepdims is True
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
-    summed = sorted({normal_axis("np.sum", "axis", d, x.ndim) for d in dims})
+    plain = all(option in (None, True, np._NoValue) for option in map(_plain, options.values()))
+    if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
+        return MAPPED[np.sum](x, axis, dtype, None, keepdims, **options)
+    summed = sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
     if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
         x = relayout(x, x.mesh.layout((), P()))
     if x.layout.spec is None and len(summed) < x.ndim:
@@ -189,7 +199,8 @@ def _sum(x: PartitionedArray, axis=None, dtype=None, out=None, keepdims=False) -
 
 
 @implements(np.broadcast_to)
-def _broadcast_to(x: PartitionedArray, shape) -> PartitionedArray:
+def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArray:
+    x, shape = array, (shape,) if np.ndim(shape) == 0 else shape
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
     layout = joint_layout([x], tuple(shape))
@@ -211,7 +222,8 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
 
 
 @implements(np.expand_dims)
-def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
+def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
+    x = a
     ndim = x.ndim + np.size(axis)
     new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
     layout = _with_whole(x.layout, dict.fromkeys(new, 1))
@@ -219,8 +231,10 @@ def _expand_dims(x: PartitionedArray, axis) -> PartitionedArray:
 
 
 @implements(np.stack)
-def _stack(arrays, axis=0) -> PartitionedArray:
+def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") -> PartitionedArray:
     """np.stack along a new, whole dimension."""
+    if dtype is not None:
+        return _stack(arrays, axis).astype(dtype, casting=casting)
     arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
     global_arrays = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = global_arrays[0].shape, global_arrays[0].mesh
@@ -247,8 +261,9 @@ def _stack(arrays, axis=0) -> PartitionedArray:
 
 
 @implements(np.reshape)
-def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
+def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArray:
     """np.reshape, if it keeps the split dimensions."""
+    x = a
     new_shape = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new_shape.count(-1) == 1:
         new_shape[new_shape.index(-1)] = x.size // max(1, math.prod(n for n in new_shape if n != -1))
@@ -286,7 +301,12 @@ def _reshape(x: PartitionedArray, shape, order="C") -> PartitionedArray:
 def _like_function(make):
     """np.zeros_like and the like: laid out as x is, or copies on all workers where the shape is another."""
 
-    def like(x, *number, dtype=None, shape=None, **options):
+    def like(a, *options_in_order, shape=None, **options):
+        x = a
+        names = ("fill_value",) * (make is np.full_like) + ("dtype", "order", "subok")
+        options |= dict(zip(names, options_in_order, strict=False))
+        number = (options.pop("fill_value"),) if make is np.full_like else ()
+        dtype = options.pop("dtype", None)
         if any(np.ndim(n) for n in number):
             raise LayoutError.at(
                 name_of(make),
@@ -311,5 +331,6 @@ def _like_function(make):
 
 for _make in (np.zeros_like, np.ones_like, np.full_like):
     implements(_make)(_like_function(_make))
-implements(np.real)(lambda x: x.on_blocks(np.real))
-implements(np.imag)(lambda x: x.on_blocks(np.imag))
+implements(np.empty_like)(_like_function(np.zeros_like))
+implements(np.real)(lambda val: val.on_blocks(np.real))
+implements(np.imag)(lambda val: val.on_blocks(np.imag))

@@ -322,11 +322,27 @@ def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, 
     return PartitionedArray(cut(x, target, mesh), target, mesh)
 
 
+def copied_to_all(x, mesh: Mesh) -> Any:
+    """A bare array, traced or not, as a global one that every worker holds."""
+    value = value_of(x)
+    return move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
+
+
 class MapMixing(Join):
     """How arrays mix: in bodies by their states; outside, gradients get the layouts of their arguments."""
 
     def settle(self, g, value):
         return cotangent_for(g, value)
+
+    def alike(self, args):
+        values = [value_of(x) for x in args]
+        spread = next((value for value in values if type(value) is PartitionedArray), None)
+        if spread is None:
+            return args
+        return [
+            copied_to_all(x, spread.mesh) if type(x) is Array and type(value) is not PartitionedArray else x
+            for x, value in zip(args, values, strict=True)
+        ]
 
     def function(self, fun, arguments):
         arrays = find(arguments, [])

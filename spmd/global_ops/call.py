@@ -54,7 +54,7 @@ class Template:
 
     def __init__(self, structure: Any, rest: Sequence[Any]):
         self.structure, self.rest = structure, rest
-        self.key = structure, tuple([(type(x), x) for x in rest])
+        self.key = structure, tuple(map(_distinct, rest))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Template) and self.key == other.key
@@ -97,20 +97,29 @@ def on_blocks(
     mesh: Mesh,
 ) -> Any:
     """make(*static) is the body; it is made once for equal static arguments and specs. where: its name in messages."""
-    if isinstance(out_specs, P):
-        out_specs = P(*(names or None for names in out_specs.trimmed))  # one body serves arrays of more dimensions
+    # Equal specs may be longer, and then fit fewer arrays.
+    in_specs, out_specs = tuple(map(_trimmed, in_specs)), _trimmed(out_specs)
     for x in operands:
         if (value := global_value(x)) is not None:
             check_usable(where, value)
-    key = (where, make, tuple((type(x), x) for x in static), tuple(in_specs), out_specs)
+    key = (where, make, tuple(map(_distinct, static)), in_specs, out_specs)
     try:
         mapped = _maps.get(key)
     except TypeError:  # not hashable
-        return Mapped(make(*static), tuple(in_specs), out_specs, mesh, True, where)(*operands)
+        return Mapped(make(*static), in_specs, out_specs, mesh, True, where)(*operands)
     if mapped is None:
-        mapped = bounded(_maps)[key] = Mapped(make(*static), tuple(in_specs), out_specs, None, True, where)
+        mapped = bounded(_maps)[key] = Mapped(make(*static), in_specs, out_specs, None, True, where)
     with mesh:
         return mapped(*operands)
+
+
+def _trimmed(spec: Any) -> Any:
+    return P(*(names or None for names in spec.trimmed)) if isinstance(spec, P) else spec
+
+
+def _distinct(x: Any) -> Any:
+    """A key of a value that tells apart what is equal and yet different: True, 1 and 1.0; 0.0 and -0.0."""
+    return type(x), repr(x) if isinstance(x, float | complex | np.inexact) else x
 
 
 def as_spec(x: Any) -> Spec:
@@ -131,10 +140,15 @@ def names_of(spec: Spec) -> tuple[tuple[str, ...], ...]:
 
 def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The dimensions that an argument `axis` names, sorted; all for None."""
-    if axis is None:
+    if axis is None or (not ndim and np.ndim(axis) == 0 and axis in (0, -1)):
         return tuple(range(ndim))
-    each = (axis,) if np.ndim(axis) == 0 else tuple(axis)
-    return tuple(sorted({normal_axis(where, "axis", d, ndim) for d in each}))
+    each = [int(axis)] if np.ndim(axis) == 0 else [int(d) for d in axis]
+    dims = sorted(normal_axis(where, "axis", d, ndim) for d in each)
+    if len(set(dims)) < len(dims):
+        raise LayoutError.at(
+            where, argument="axis", got=str(axis), need="each dimension once", mend=f"axis={tuple(sorted(set(dims)))}"
+        )
+    return tuple(dims)
 
 
 def check_gathered(where: str, arrays: Sequence[PartitionedArray], mend: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, describe
-from spmd.global_ops.call import Arguments, as_spec, check_gathered, global_value, on_blocks
+from spmd.global_ops.call import Arguments, as_spec, check_gathered, dims_of, global_value, on_blocks
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
@@ -119,6 +119,11 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
             raise ValueError(f"subscripts {w!r} for an array of {len(s)} dimensions")
     if arrow:
         result = out.replace("...", batch)
+        if batch and "..." not in out:
+            raise ValueError(f"subscripts {subscripts!r} sum the dimensions of an ellipsis: name it in the result")
+        missing = set(result) - set("".join(full))
+        if missing:
+            raise ValueError(f"subscripts {subscripts!r}: no operand has {sorted(missing)[0]!r}")
     else:
         every = "".join(full)
         result = batch + "".join(sorted(c for c in set(every) if every.count(c) == 1 and c not in batch))
@@ -131,7 +136,8 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
 
 
 def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """np.einsum of global arrays and others."""
+    """np.einsum of global arrays and others. options: of it; by default optimized where dtypes allow any order."""
+    operands = [a if hasattr(a, "dtype") else np.asarray(a) for a in operands]
     arguments = Arguments(where, tuple(operands), {})
     shapes = [tuple(np.shape(a)) for a in operands]
     parsed = _parsed(subscripts, shapes)
@@ -160,20 +166,24 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     out_spec = P(*(assignment.get(c) for c in out))
     names = tuple(n for c, found in assignment.items() if c not in out for n in found)
     text = f"{','.join(letters)}->{out}"
-    static = (text, names, tuple(sorted((options or {}).items())))
+    given = dict(options or {})
+    given.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
+    static = (text, names, tuple(sorted(given.items())))
     return on_blocks(where, _summing, static, operands, specs, out_spec, mesh)
 
 
 def _summing(text: str, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     def body(*blocks: Any) -> Any:
-        part = np.einsum(text, *blocks, **{"optimize": True, **dict(options)})
-        return psum(part, names) if names else part
+        part = np.einsum(text, *blocks, **dict(options))
+        if names and part.dtype.kind == "b":
+            return psum(part.astype(np.int64), names) != 0
+        return psum(part, names).astype(part.dtype) if names else part
 
     return body
 
 
 @implements(np.einsum)
-def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = True, **options: Any) -> Any:
+def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = False, **options: Any) -> Any:
     if not isinstance(subscripts, str):
         return whole(np.einsum, (subscripts, *operands), options)
     given = {k: v for k, v in {**options, "optimize": optimize}.items() if v is not None}
@@ -187,34 +197,40 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @implements(np.matmul)
 def matmul(x1: Any, x2: Any, /, **options: Any) -> Any:
+    options = {name: option for name, option in options.items() if option is not None}
+    if not {*options} <= {"dtype"}:
+        return whole(np.matmul, (x1, x2), options)
     m, n = np.ndim(x1), np.ndim(x2)
     if not m or not n:
         raise ValueError("matmul: a number is no matrix")
-    inner = np.shape(x1)[-1], np.shape(x2)[-2 if n > 1 else 0]
-    if inner[0] != inner[1]:
-        raise LayoutError.at(
-            "np.matmul",
-            got=f"{describe(x1)} and {describe(x2)}",
-            need=f"equal lengths in the dimensions that are summed; these are {inner[0]} and {inner[1]}",
-            mend="transpose one of them",
-        )
+    _check_lengths("np.matmul", x1, x2, [(-1, -2 if n > 1 else 0)])
     left = ("..." if m > 2 else "") + ("ij" if m > 1 else "j")
     right = ("..." if n > 2 else "") + ("jk" if n > 1 else "j")
     out = ("..." if max(m, n) > 2 else "") + "i" * (m > 1) + "k" * (n > 1)
     if m > 2 and n > 2 and np.shape(x1)[:-2] != np.shape(x2)[:-2]:
         return whole(np.matmul, (x1, x2), options)
-    return contract("np.matmul", f"{left},{right}->{out}", (x1, x2), _dtype(options))
+    return contract("np.matmul", f"{left},{right}->{out}", (x1, x2), options)
 
 
-def _dtype(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in options.items() if k == "dtype" and v is not None}
+def _check_lengths(where: str, a: Any, b: Any, pairs: Sequence[tuple[int, int]]) -> None:
+    """Raise unless the dimensions that are summed have equal lengths."""
+    for i, j in pairs:
+        if np.shape(a)[i] != np.shape(b)[j]:
+            raise LayoutError.at(
+                where,
+                got=f"{describe(a)} and {describe(b)}",
+                need="equal lengths in the dimensions that are summed; "
+                f"these are {np.shape(a)[i]} and {np.shape(b)[j]}",
+                mend="transpose one of them",
+            )
 
 
 @implements(np.dot)
 def dot(a: Any, b: Any, out: Any = None) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
-        return np.multiply(a, b)
+        return np.multiply(*(x if hasattr(x, "dtype") else np.asarray(x) for x in (a, b)))
+    _check_lengths("np.dot", a, b, [(-1, -2 if n > 1 else 0)])
     left, right = _LETTERS[:m], _LETTERS[10 : 10 + n]
     place = n - 2 if n > 1 else 0
     right = right[:place] + left[-1] + right[place + 1 :]
@@ -226,7 +242,8 @@ def dot(a: Any, b: Any, out: Any = None) -> Any:
 def inner(a: Any, b: Any, /) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
-        return np.multiply(a, b)
+        return np.multiply(*(x if hasattr(x, "dtype") else np.asarray(x) for x in (a, b)))
+    _check_lengths("np.inner", a, b, [(-1, -1)])
     left, right = _LETTERS[:m], _LETTERS[10 : 10 + n - 1] + _LETTERS[m - 1]
     return contract("np.inner", f"{left},{right}->{left[:-1]}{right[:-1]}", (a, b))
 
@@ -238,14 +255,18 @@ def outer(a: Any, b: Any, out: Any = None) -> Any:
 
 @implements(np.vdot)
 def vdot(a: Any, b: Any, /) -> Any:
-    return contract("np.vdot", "i,i->", (np.ravel(np.conj(a)), np.ravel(b)))
+    a, b = np.ravel(np.conj(a)), np.ravel(b)
+    _check_lengths("np.vdot", a, b, [(0, 0)])
+    return contract("np.vdot", "i,i->", (a, b))
 
 
 @implements(
     *([np.vecdot] if hasattr(np, "vecdot") else []), *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else [])
 )
-def vecdot(x1: Any, x2: Any, /, *, axis: int = -1) -> Any:
-    return np.sum(np.conj(x1) * x2, axis=axis)
+def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> Any:
+    _check_lengths("np.vecdot", x1, x2, [(axis, axis)])
+    product = (np.conj(x1) if x1.dtype.kind == "c" else x1) * x2
+    return np.sum(product, axis=axis, keepdims=keepdims, dtype=product.dtype)
 
 
 @implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []))
@@ -257,27 +278,45 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
         first, second = ((e,) if np.ndim(e) == 0 else tuple(e) for e in axes)
         pairs = [*zip(first, second, strict=True)]
     left, right = [*_LETTERS[:m]], [*_LETTERS[m : m + n]]
+    pairs = [(normal_axis("np.tensordot", "axes", i, m), normal_axis("np.tensordot", "axes", j, n)) for i, j in pairs]
+    if any(len({*side}) < len(pairs) for side in ([i for i, _ in pairs], [j for _, j in pairs])):
+        raise ValueError(f"tensordot: axes {axes} name a dimension twice")
+    _check_lengths("np.tensordot", a, b, pairs)
     for i, j in pairs:
-        i, j = normal_axis("np.tensordot", "axes", i, m), normal_axis("np.tensordot", "axes", j, n)
         right[j] = left[i]
     summed = {c for c in right if c in left}
     out = "".join(c for c in (*left, *right) if c not in summed)
     return contract("np.tensordot", f"{''.join(left)},{''.join(right)}->{out}", (a, b))
 
 
-@implements(np.linalg.norm, *([np.linalg.vector_norm] if hasattr(np.linalg, "vector_norm") else []))
-def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False, **options: Any) -> Any:
-    ord = options.pop("ord", ord)
-    dims = tuple(range(np.ndim(x))) if axis is None else (axis,) if np.ndim(axis) == 0 else tuple(axis)
-    size = np.abs(x)
-    if ord is None or (ord == "fro" and len(dims) == 2) or (ord == 2 and len(dims) == 1):
-        return np.sqrt(np.sum(np.square(size), axis=axis if axis is None else dims, keepdims=keepdims))
+@implements(np.linalg.norm)
+def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    dims = tuple(range(np.ndim(x))) if axis is None else dims_of("np.linalg.norm", axis, np.ndim(x))
+    if axis is not None and len(dims) > 2:
+        raise LayoutError.at(
+            "np.linalg.norm", argument="axis", got=str(axis), need="one dimension, or two of matrices", mend="axis=None"
+        )
+    if ord is None or (ord == "fro" and len(dims) == 2):
+        return _vector_norm(_size(x), 2, dims, keepdims)
     if len(dims) == 1:
-        return _vector_norm(size, ord, dims, keepdims)
+        return _vector_norm(_size(x), ord, dims, keepdims)
     return whole(np.linalg.norm, (x,), {"ord": ord, "axis": axis, "keepdims": keepdims})
 
 
+if hasattr(np.linalg, "vector_norm"):
+
+    @implements(np.linalg.vector_norm)
+    def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:
+        return _vector_norm(_size(x), ord, dims_of("np.linalg.vector_norm", axis, np.ndim(x)), keepdims)
+
+
+def _size(x: Any) -> Any:
+    return np.abs(x.astype(np.float64) if x.dtype.kind in "biu" else x)
+
+
 def _vector_norm(size: Any, ord: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
+    if ord == 2:
+        return np.sqrt(np.sum(np.square(size), axis=dims, keepdims=keepdims))
     if ord == np.inf:
         return np.max(size, axis=dims, keepdims=keepdims)
     if ord == -np.inf:

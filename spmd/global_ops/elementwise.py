@@ -20,6 +20,8 @@ __all__ = ["elementwise"]
 def elementwise(fun: Callable, args: tuple, kwargs: dict) -> Any:
     """fun(*args, **kwargs), whose arrays are broadcast against each other."""
     where = name_of(fun)
+    args = tuple(np.asarray(a) if isinstance(a, list | tuple) else a for a in args)
+    kwargs = {k: np.asarray(v) if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
     arguments = Arguments(where, args, kwargs)
     shapes = [np.shape(a) for a in arguments.arrays]
     try:
@@ -54,10 +56,13 @@ def _register(fun: Any) -> None:
         return elementwise(fun, args, kwargs)
 
 
-for (
-    _name
-) in "angle around round clip fix i0 imag iscomplex isclose isneginf isposinf isreal nan_to_num real sinc".split():
+for _name in "angle around round clip fix i0 imag iscomplex isclose isneginf isposinf isreal real sinc".split():
     _register(getattr(np, _name))
+
+
+@implements(np.nan_to_num)
+def nan_to_num(x: Any, copy: bool = True, **options: Any) -> Any:
+    return elementwise(np.nan_to_num, (x,), options)
 
 
 @implements(np.where)

@@ -14,9 +14,9 @@ from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
+from spmd.map_arguments import copied_to_all
 from spmd.mesh import WORKER
 from spmd.operators.reduce import psum
-from spmd.operators.varying import varying
 
 __all__ = ["basic_keys", "item", "local_index", "packed", "unpacked"]
 
@@ -47,16 +47,28 @@ def _is_integer(entry: Any) -> bool:
     return isinstance(entry, int | np.integer) and not isinstance(entry, bool)
 
 
+def _as_array(entry: Any) -> Any:
+    """An entry of an index: lists and truth values as arrays."""
+    if isinstance(entry, bool):
+        return np.asarray(entry)
+    return np.asarray(entry, None if entry else np.intp) if isinstance(entry, list) else entry
+
+
+def _entries(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
 @implements(operator.getitem)
 def item(x: Any, index: Any) -> Any:
     """x[index]."""
+    if global_value(x) is None:  # the index is global
+        x = copied_to_all(x, next(v for v in map(global_value, _entries(index)) if v is not None).mesh)
     value = global_value(x)
     assert value is not None
     check_usable(f"x[{index!r}]", value)
-    if isinstance(index, list):
-        index = np.asarray(index)
-    if isinstance(index, tuple):
-        index = tuple(np.asarray(e) if isinstance(e, list) else e for e in index)
+    index = tuple(map(_as_array, index)) if isinstance(index, tuple) else _as_array(index)
+    if any(getattr(e, "dtype", None) == np.bool_ and not np.ndim(e) for e in _entries(index)):
+        return _of_whole(x, index)
     if global_value(index) is not None or getattr(index, "dtype", np.dtype(int)).kind == "b":
         return _masked(x, index)
     keys, entries = basic_keys(index, value), _expanded(index, value.ndim, x)
@@ -117,14 +129,17 @@ def _items(keys: tuple[Any, ...], layout: Layout) -> Callable[..., Any]:
     def body(x: Any) -> Any:
         worker = WORKER.get()
         assert worker is not None
-        local, here = local_index(keys, layout.boxes[worker.index])
+        local = local_index(keys, layout.boxes[worker.index])
         if not chosen:
             return x[local]
-        if here:
-            part = x[local]
-        else:
-            shape = _length_of(local, x.shape)
-            part = varying(np.full(shape, nothing(x.dtype), x.dtype), layout.spec.axes)
+        # All workers do the same, also those that have nothing of it: its derivatives are sums over them.
+        local = local_index([(k, k + 1, 1) if isinstance(k, int) else k for k in keys], layout.boxes[worker.index])
+        items = tuple(d for d, k in enumerate(keys) if isinstance(k, int))
+        part = x[local]
+        for d in reversed(items):
+            shape = (*part.shape[:d], 1, *part.shape[d + 1 :])
+            after = np.full_like(part, nothing(x.dtype), shape=shape)
+            part = np.concatenate([part, after], axis=d)[(slice(None),) * d + (0,)]
         if x.dtype.kind == "b":
             return psum(part.astype(np.uint8), chosen).astype(np.bool_)
         return psum(part, chosen)
@@ -132,45 +147,21 @@ def _items(keys: tuple[Any, ...], layout: Layout) -> Callable[..., Any]:
     return body
 
 
-_ELSEWHERE = object()
-"""Stands for an item that another block has."""
-
-
-def _length_of(local: Sequence[Any], shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what an index into a block of this shape gives."""
-    lengths, d = [], 0
-    for e in local:
-        if e is None:
-            lengths.append(1)
-            continue
-        if isinstance(e, slice):
-            lengths.append(len(range(*e.indices(shape[d]))))
-        d += 1
-    return tuple(lengths)
-
-
 def nothing(dtype: np.dtype) -> Any:
     """What is added to an entry without changing it: -0.0, which also leaves -0.0 as it is."""
     return -0.0 if dtype.kind == "f" else complex(-0.0, -0.0) if dtype.kind == "c" else 0
 
 
-def local_index(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[tuple[Any, ...], bool]:
-    """The index into a block of the entries that an index into the array names, and whether the block has its items."""
-    local, here, d = [], True, 0
+def local_index(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
+    """The index into a block of the entries that an index into the array names. Items are of whole dimensions."""
+    local, d = [], 0
     for k in keys:
         if k is None:
             local.append(None)
             continue
-        start, stop = box[d]
-        d += 1
-        if isinstance(k, tuple):
-            local.append(_local_slice(k, start, stop))
-        elif start <= k < stop:
-            local.append(k - start)
-        else:
-            local.append(_ELSEWHERE)
-            here = False
-    return tuple(local), here
+        (start, stop), d = box[d], d + 1
+        local.append(_local_slice(k, start, stop) if isinstance(k, tuple) else k)
+    return tuple(local)
 
 
 def _local_slice(k: tuple[int, int, int], start: int, stop: int) -> slice:

@@ -105,6 +105,9 @@ for _name, _ufunc in {
     "matmul": np.matmul,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+    "divmod": np.divmod,
     "xor": np.bitwise_xor,
 }.items():
     setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))

@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from spmd.array import MAPPED
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.primitive import Method
-from spmd.errors import LayoutError, describe
+from spmd.errors import DtypeError, LayoutError, describe
 from spmd.global_ops.along import Along, along
 from spmd.global_ops.call import as_spec, dims_of, global_value, names_of, on_blocks
 from spmd.global_ops.registry import implements
+from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER
 from spmd.operators import reductions
 from spmd.operators.gather import all_gather
+from spmd.placement import put
 
 __all__ = ["reduced"]
 
@@ -43,7 +46,8 @@ def reduced(
     the axes `names`, and keeps no dimension. layout: that of x. where_mask: a mask, a second operand of the body.
     """
     value = global_value(x)
-    assert value is not None
+    if value is None:  # the mask is a global array
+        value = put(np.zeros(np.shape(x)), P(), global_value(where_mask).mesh)  # type: ignore[union-attr]
     spec = as_spec(x)
     layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
     dims, split = dims_of(where, axis, value.ndim), names_of(layout)
@@ -52,10 +56,17 @@ def reduced(
     kept = [split[d] or None for d in range(value.ndim) if d not in dims or keep]
     if keep:
         kept = [None if d in dims else split[d] or None for d in range(value.ndim)]
+    if make is _place and axis is not None and np.ndim(axis):
+        raise LayoutError.at(where, argument="axis", got=str(axis), need="one dimension, or None", mend="axis=0")
     if make is _place and not math.prod(value.shape[d] for d in dims):
         raise LayoutError.at(where, got=describe(value), need="an entry to choose", mend="ask for x.size first")
     operands, specs = [x], [spec]
     if where_mask is not _MISSING and where_mask is not True:
+        where_mask = where_mask if hasattr(where_mask, "dtype") else np.asarray(where_mask)
+        if where_mask.dtype != np.bool_:
+            raise DtypeError.at(
+                where, argument="where", got=describe(where_mask), need="a mask of booleans", mend="x != 0"
+            )
         operands.append(np.broadcast_to(where_mask, value.shape))
         specs.append(spec)
     return on_blocks(
@@ -79,10 +90,11 @@ def _masked(x: Any, mask: tuple[Any, ...], identity: Any) -> Any:
     return np.where(mask[0], x, identity) if mask else x
 
 
-def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
+def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any, initial: Any) -> Callable[..., Any]:
     def body(x: Any, *mask: Any) -> Any:
         x = _masked(x if dtype is None else x.astype(dtype), mask, 0)
-        return reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+        total = reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+        return total if initial is None else total + total.dtype.type(initial)
 
     return body
 
@@ -90,17 +102,19 @@ def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: A
 def _mean(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
     def body(x: Any, *mask: Any) -> Any:
         x = x if dtype is None else x.astype(dtype)
-        if mask:
-            total, count = _masked(x, mask, 0), mask[0].astype(np.int64)
-            if names:
-                return reductions.sum(total, names, dims) / reductions.sum(count, names, dims)
-            return np.sum(total, axis=dims) / np.sum(count, axis=dims)
-        if not names:
-            return np.mean(x, axis=dims)
-        wide = mean_dtype(x.dtype)
-        total = reductions.sum(x if wide is None else x.astype(wide), names, dims)
-        mean = total / math.prod(layout.shape[d] for d in dims)
-        return mean if wide is None or x.dtype.kind in "biu" else mean.astype(x.dtype)
+        if not names and not mask:
+            mean = np.mean(x, axis=dims)
+        else:
+            wide = np.dtype(np.float64) if x.dtype.kind in "biu" else mean_dtype(x.dtype)
+            added = _masked(x if wide is None else x.astype(wide), mask, 0)
+            total = reductions.sum(added, names, dims) if names else np.sum(added, axis=dims)
+            count: Any = math.prod(layout.shape[d] for d in dims)
+            if mask:
+                hits = mask[0].astype(total.dtype)
+                count = reductions.sum(hits, names, dims) if names else np.sum(hits, axis=dims)
+            mean = total / count
+            mean = mean if x.dtype.kind in "biu" else mean.astype(x.dtype)
+        return mean if dtype is None else mean.astype(dtype)
 
     return body
 
@@ -110,21 +124,24 @@ def _extremum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how
     pick = np.maximum if how == "max" else np.minimum
 
     def body(x: Any, *mask: Any) -> Any:
-        x = _masked(x, mask, initial)
+        start: Any = None if initial is None else x.dtype.type(initial)
+        x = _masked(x, mask, start)
         if initial is not None and not math.prod(layout.shape[d] for d in dims):
             total = reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
-            return (total + initial).astype(x.dtype)  # of no entries
+            return (total + start).astype(x.dtype)  # of no entries
         result = over(x, names, dims) if names else local(x, axis=dims)
-        return result if initial is None else pick(result, np.asarray(initial).astype(result.dtype))
+        return result if initial is None else pick(result, start)
 
     return body
 
 
-def _product(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any) -> Callable[..., Any]:
+def _product(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any, initial: Any) -> Callable:
     def body(x: Any, *mask: Any) -> Any:
         x = _masked(x if dtype is None else x.astype(dtype), mask, 1)
         part = np.prod(x, axis=dims)
-        return np.prod(all_gather(part, names, to="invariant"), axis=0).astype(part.dtype) if names else part
+        if names:
+            part = np.prod(all_gather(part, names, to="invariant"), axis=0).astype(part.dtype)
+        return part if initial is None else part * part.dtype.type(initial)
 
     return body
 
@@ -207,6 +224,24 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
     return body
 
 
+def _or_none(option: Any) -> Any:
+    return option if _given(option) else None
+
+
+@implements(np.sum)
+def np_sum(
+    a: Any,
+    axis: Any = None,
+    dtype: Any = None,
+    out: Any = None,
+    keepdims: Any = _MISSING,
+    initial: Any = None,
+    where: Any = _MISSING,
+):
+    """As `array_functions` has it for what is given no `initial` and no `where`."""
+    return reduced("np.sum", _sum, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
+
+
 @implements(np.mean)
 def mean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING
@@ -233,7 +268,11 @@ def _extreme(fun: Any, how: str, a: Any, axis: Any, keepdims: Any, initial: Any,
         options = {"keepdims": keepdims, "initial": initial, "where": where}
         given = {name: option for name, option in options.items() if option is not _MISSING and option is not None}
         return along(fun, Along(None, True), (a,), {"axis": axis, **given})
-    initial = initial if _given(initial) else None
+    initial = _or_none(initial)
+    if initial is None and where is not _MISSING and where is not True:
+        raise LayoutError.at(
+            f"np.{how}", argument="initial", got="nothing, beside a mask", need="a number", mend="initial=-np.inf, say"
+        )
     return reduced(f"np.{how}", _extremum, a, axis, keepdims, how, initial, where_mask=where)
 
 
@@ -247,8 +286,7 @@ def prod(
     initial: Any = None,
     where: Any = _MISSING,
 ):
-    result = reduced("np.prod", _product, a, axis, keepdims, dtype, where_mask=where)
-    return result * initial if _given(initial) else result
+    return reduced("np.prod", _product, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
 
 
 @implements(np.any)
@@ -276,8 +314,11 @@ def var(
     keepdims: Any = _MISSING,
     *,
     correction: Any = _MISSING,
+    where: Any = _MISSING,
+    mean: Any = _MISSING,
 ):
-    return _deviation("np.var", a, axis, dtype, correction if _given(correction) else ddof, keepdims, False)
+    ddof = correction if _given(correction) else ddof
+    return _deviation("np.var", a, axis, dtype, ddof, keepdims, False, where, mean)
 
 
 @implements(np.std)
@@ -290,12 +331,33 @@ def std(
     keepdims: Any = _MISSING,
     *,
     correction: Any = _MISSING,
+    where: Any = _MISSING,
+    mean: Any = _MISSING,
 ):
-    return _deviation("np.std", a, axis, dtype, correction if _given(correction) else ddof, keepdims, True)
+    ddof = correction if _given(correction) else ddof
+    return _deviation("np.std", a, axis, dtype, ddof, keepdims, True, where, mean)
 
 
-def _deviation(where: str, a: Any, axis: Any, dtype: Any, ddof: Any, keepdims: Any, root: bool):
-    return reduced(where, _variance, a, axis, keepdims, dtype, ddof, root)
+def _deviation(
+    name: str, a: Any, axis: Any, dtype: Any, ddof: Any, keepdims: Any, root: bool, where: Any, mean: Any
+) -> Any:
+    complex_or_not = dtype is None or np.dtype(dtype).kind == "c" or a.dtype.kind != "c"
+    if dtype is not None and (np.dtype(dtype).kind in "biu" or not complex_or_not):
+        options = {"axis": axis, "dtype": dtype, "ddof": ddof, "keepdims": keepdims, "where": where, "mean": mean}
+        given = {name: option for name, option in options.items() if option is not _MISSING}
+        return whole(np.std if root else np.var, (a,), given)
+    if where is _MISSING and mean is _MISSING:
+        return reduced(name, _variance, a, axis, keepdims, dtype, ddof, root)
+    keep = keepdims is not _MISSING and bool(keepdims)
+    mask = {} if where is _MISSING else {"where": where}
+    if mean is _MISSING:
+        mean = np.mean(a, axis=axis, dtype=dtype, keepdims=True, **mask)
+    ones = np.ones_like(a, dtype=mean.dtype)
+    apart = np.square(np.abs((a if dtype is None else a.astype(dtype)) - mean))
+    count = np.sum(ones.real, axis=axis, keepdims=keep, **mask) - ddof
+    variance = np.sum(apart, axis=axis, keepdims=keep, **mask) / np.maximum(count, 0)
+    variance = variance.astype(apart.dtype)
+    return np.sqrt(variance) if root else variance
 
 
 @implements(np.argmax)
@@ -316,8 +378,12 @@ def ptp(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING):
 def _of_ufunc(ufunc: np.ufunc, function: Any) -> None:
     @implements(Method((ufunc, "reduce")))
     def handler(array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: Any = False, **options: Any):
-        given = {} if dtype is None else {"dtype": dtype}
-        return function(array, axis=axis, keepdims=keepdims, **given, **options)
+        takes = function in (np.sum, np.prod)
+        if dtype is not None and not takes:
+            array = array.astype(dtype)
+        given = {"dtype": dtype} if dtype is not None and takes else {}
+        run = function if global_value(array) is not None else MAPPED[function]  # else a mask is global
+        return run(array, axis=axis, keepdims=keepdims, **given, **options)
 
 
 for _ufunc, _function in {

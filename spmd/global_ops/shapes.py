@@ -167,7 +167,7 @@ def roll(a: Any, shift: Any, axis: Any = None) -> Any:
 def concatenate(
     arrays: Any, /, axis: Any = 0, out: Any = None, *, dtype: Any = None, casting: Any = "same_kind"
 ) -> Any:
-    arrays = [*arrays]
+    arrays = [np.asarray(a) if isinstance(a, list | tuple) else a for a in arrays]
     options = {"dtype": dtype, "casting": casting}
     first = next(a for a in arrays if global_value(a) is not None)
     if axis is None:
@@ -320,6 +320,11 @@ def _dtypes(args: Sequence[Any]) -> list[Any]:
 @implements(np.result_type)
 def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     return np.result_type(*_dtypes(arrays_and_dtypes))
+
+
+@implements(np.common_type)
+def common_type(*arrays: Any) -> Any:
+    return np.common_type(*(np.empty(0, a.dtype) for a in arrays))
 
 
 @implements(np.can_cast)

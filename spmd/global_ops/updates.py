@@ -75,8 +75,7 @@ def _changing(keys: tuple[Any, ...], layout: Layout, how: str, static: Any) -> C
 
 def _local(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
     """The index into a block, with slices of length 1 or 0 for items."""
-    local, _ = local_index([(k, k + 1, 1) if isinstance(k, int) else k for k in keys], box)
-    return local
+    return local_index([(k, k + 1, 1) if isinstance(k, int) else k for k in keys], box)
 
 
 def _parts(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:

@@ -139,7 +139,7 @@ GLOBAL = [
         "x[i] = v",
         "PartitionedArray float64[3, 2]",
         "arrays are immutable",
-        "b.at[i].set(v)",
+        "x = x.at[i].set(v)",
     ),
     Row(
         "the float of an array",
