@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from spmd import scipy as scipy
     from spmd import solvers as solvers
     from spmd.autodiff import check_grads, check_vjp, checkpoint, custom_jvp, custom_vjp, hessian, hvp, jacfwd, jacrev
+    from spmd.creation import arange, eye, full, linspace, ones, zeros
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
+    from spmd.global_ops.resharding import reshard
     from spmd.inner_product import inner, norm
     from spmd.jitted import jit
     from spmd.linear import linear_operator
@@ -74,6 +76,7 @@ __all__ = [
     "accumulate",
     "all_gather",
     "all_to_all",
+    "arange",
     "at",
     "at_root",
     "axis_index",
@@ -87,10 +90,12 @@ __all__ = [
     "custom_jvp",
     "custom_vjp",
     "debug",
+    "eye",
     "float0",
     "freeze",
     "from_blocks",
     "from_callback",
+    "full",
     "gather",
     "grad",
     "halo_accumulate",
@@ -109,6 +114,7 @@ __all__ = [
     "linear_operator",
     "linear_transpose",
     "linearize",
+    "linspace",
     "log_softmax",
     "make_mesh",
     "map",
@@ -116,6 +122,7 @@ __all__ = [
     "mean",
     "min",
     "norm",
+    "ones",
     "optim",
     "pcast",
     "plan_needs",
@@ -137,6 +144,7 @@ __all__ = [
     "relu",
     "repartition",
     "replicate",
+    "reshard",
     "scatter",
     "sendrecv",
     "shift",
@@ -151,6 +159,7 @@ __all__ = [
     "varying",
     "vjp",
     "worker_index",
+    "zeros",
 ]
 
 __version__ = "0.1.0"
@@ -165,7 +174,9 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
                 *("check_grads", "check_vjp", "checkpoint", "custom_jvp", "custom_vjp"),
                 *("hessian", "hvp", "jacfwd", "jacrev"),
             ),
+            "spmd.creation": ("arange", "eye", "full", "linspace", "ones", "zeros"),
             "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
+            "spmd.global_ops.resharding": ("reshard",),
             "spmd.linear": ("linear_operator",),
             "spmd.operators.at_root": ("at_root",),
             "spmd.operators.all_to_all": ("all_to_all", "pswapaxes", "ragged_all_to_all"),

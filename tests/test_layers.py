@@ -33,7 +33,7 @@ LEVELS = [
     {"array"},
     {"array_functions"},
     {"placement"},
-    {"inner_product"},
+    {"inner_product", "creation"},
     {"scheduler_choice"},
     {"map_arguments"},
     {"map_results"},

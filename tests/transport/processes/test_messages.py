@@ -39,7 +39,9 @@ def test_programs_that_are_done_again_have_the_bits_of_virtual_workers(python):
 
 
 def _algorithms(python: str, n: int, per_host: int) -> None:
-    found = json.loads(by_messages("algorithms.py", str(n), python=python, n=n, per_host=per_host, timeout=240 if n < 32 else 600))
+    found = json.loads(
+        by_messages("algorithms.py", str(n), python=python, n=n, per_host=per_host, timeout=240 if n < 32 else 600)
+    )
     ended = launch(PROGRAMS / "algorithms_of_virtual_workers.py", str(n), n=1)
     assert ended.returncode == 0, str(ended)
     (expected,) = json.loads(ended.stdout).values()
