@@ -340,7 +340,9 @@ class MapMixing(Join):
         if spread is None:
             return args
         return [
-            copied_to_all(x, spread.mesh) if type(x) is Array and type(value) is not PartitionedArray else x
+            copied_to_all(x, spread.mesh)
+            if type(x) is Array and type(value) is not PartitionedArray and hasattr(value, "ndim")
+            else x
             for x, value in zip(args, values, strict=True)
         ]
 

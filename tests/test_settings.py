@@ -21,6 +21,7 @@ GOOD = {
     "SPMD_TIMEOUT": {"0": 0.0, "1.5": 1.5, "600": 600.0, "1e3": 1000.0},
     "SPMD_CHECK": {"0": False, "1": True},
     "SPMD_BUFFERS": {"0": 0, "64": 64},
+    "SPMD_GATHER_LIMIT": {"0": 0, "64": 64},
     "SPMD_NUMBA": {"0": False, "1": True},
     "SPMD_TRACEBACK": {"full": "full"},
     "SPMD_MPI_CUDA": {"0": False, "1": True},
@@ -47,7 +48,7 @@ BAD = [
 
 def bad_values() -> list[tuple[str, str]]:
     """Every variable with everything that is not one of its values."""
-    numbers = {"SPMD_TIMEOUT": {"2"}, "SPMD_BUFFERS": {"2"}}
+    numbers = {"SPMD_TIMEOUT": {"2"}, "SPMD_BUFFERS": {"2"}, "SPMD_GATHER_LIMIT": {"2"}}
     return [(name, text) for name in SETTINGS for text in BAD if text not in numbers.get(name, ())]
 
 
