@@ -69,8 +69,6 @@ def apply(prim: Primitive, args, kwargs):
         except Exception as error:
             ans = cupy_fallback.retry(prim.fun, bared, kwargs, error, prim.name)
         return wrap(ans, state)
-    if state is None:
-        args = tracer.mixing.alike(args)
     lower, likes, parents, deeper, key = [], [], [], False, 1
     for a in args:
         key <<= 1
@@ -93,6 +91,8 @@ def apply(prim: Primitive, args, kwargs):
             a = _copied(a)
         lower.append(a)
         likes.append(like)
+    if state is None and (alike := _alike(args, lower)) is not args:
+        return apply(prim, alike, kwargs)
     plan = prim.plans.get(key) or prim.plan(key)
     options = plan.chosen(kwargs) if kwargs else kwargs
     try:
@@ -102,6 +102,11 @@ def apply(prim: Primitive, args, kwargs):
             raise
         ans = cupy_fallback.retry(prim.fun, lower, kwargs, error, prim.name)
     return _recorded(plan, parents, lower, likes, options, ans, state, top)
+
+
+def _alike(args, values):
+    """Operands outside of maps, and in no other form than they are where all values are bare."""
+    return args if BARE_OPERANDS.issuperset(map(type, values)) else tracer.mixing.alike(args)
 
 
 def _copied(tree):

@@ -176,7 +176,7 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
     if not SEQUENCES.isdisjoint(map(type, inputs)):
         inputs = tuple(np.asarray(a) if type(a) in SEQUENCES else a for a in inputs)
     if self.state is None and (method != "__call__" or ufunc.signature is not None):
-        instead = tracer.mixing.function(ufunc if method == "__call__" else Method((ufunc, method)), (inputs, kwargs))
+        instead = tracer.mixing.function(ufunc if method == "__call__" else Method((ufunc, method)), inputs, kwargs)
         if instead is not None:
             return instead(*inputs, **kwargs)
     if method == "__call__":
@@ -199,7 +199,7 @@ def _array_ufunc(self, ufunc, method, first, *others, **kwargs):
 
 def _array_function(self, fun, types, args, kwargs):
     if self.state is None:
-        instead = tracer.mixing.function(fun, (args, kwargs))
+        instead = tracer.mixing.function(fun, args, kwargs)
         if instead is not None:
             return instead(*args, **kwargs)
     if not ARRAY_TYPES.issuperset(types):

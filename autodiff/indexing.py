@@ -102,7 +102,7 @@ def _get(x: Array, index):
         ans = value[index]
         return Array(ans, x.state)
     if not simple or tape is None or type(value) not in USUAL:
-        if x.state is None and (instead := tracer.mixing.function(operator.getitem, (x, index))) is not None:
+        if x.state is None and (instead := tracer.mixing.function(operator.getitem, (x, index), {})) is not None:
             return instead(x, index)
         arrays = find(index, [])
         if any(a.state is not x.state for a in arrays):
@@ -269,7 +269,7 @@ class At:
         """A method of this name. argument: that of the user, if it is not v."""
         x = self.array
         if (x.state if type(x) is Array else None) is None:
-            instead = tracer.mixing.function(At, (x, v, self.index))
+            instead = tracer.mixing.function(At, (x, v, self.index), {})
             if instead is not None:
                 return instead(x, self.index, name, v if argument is None else argument)
         arrays = find(self.index, [])

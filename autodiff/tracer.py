@@ -81,10 +81,10 @@ class Mixing:
 
     def alike(self, args: Any) -> Any:
         """Operands outside of maps: where some are spread over workers, so are the traced ones, whose cotangents then
-        come back as what they are."""
+        come back as what they are. The same object, if nothing is to change."""
         return args
 
-    def function(self, fun: Any, arguments: Any) -> Any:
+    def function(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """What is run in place of a function of NumPy outside of maps, because arrays among its arguments are spread
         over workers; None: the function and its derivative rule."""
         return None

@@ -308,8 +308,9 @@ class PartitionedArray:
         check_usable(f"np.{ufunc.__name__}", self)
         if any(type(x) is Array for x in inputs):
             return NotImplemented
-        _refuse_out(name_of(ufunc), self, kwargs)
-        if method == "__call__" and kwargs.pop("where", True) is not True:
+        if kwargs:
+            _refuse_out(name_of(ufunc), kwargs)
+        if kwargs and method == "__call__" and kwargs.pop("where", True) is not True:
             raise LayoutError.at(
                 name_of(ufunc),
                 argument="where",
@@ -317,9 +318,11 @@ class PartitionedArray:
                 need="no where argument",
                 mend="np.where(mask, f(x), other)",
             )
-        function = ufunc if method == "__call__" else Method((ufunc, method))
-        handler = function_of(function)
-        return _HANDLERS[np.ufunc](ufunc, inputs, kwargs) if handler is None else handler(*inputs, **kwargs)
+        if method == "__call__" and ufunc.signature is None:
+            return _HANDLERS[np.ufunc](ufunc, inputs, kwargs)
+        handler = function_of(ufunc if method == "__call__" else Method((ufunc, method)))
+        assert handler is not None
+        return handler(*inputs, **kwargs)
 
     @api_boundary
     def __array_function__(self, fun, types, args, kwargs):
@@ -327,8 +330,8 @@ class PartitionedArray:
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
         if len(args) > (place := place_of_out(fun)):
-            _refuse_out(name_of(fun), self, {"out": args[place]})
-        _refuse_out(name_of(fun), self, kwargs)
+            _refuse_out(name_of(fun), {"out": args[place]})
+        _refuse_out(name_of(fun), kwargs)
         handler = _HANDLERS.get(fun) or function_of(fun)
         assert handler is not None
         return handler(*args, **kwargs)
@@ -349,7 +352,7 @@ def function_of(fun: Any) -> Callable[..., Any] | None:
     return MAPPED.get(fun) or partial(MAPPED[None], fun)
 
 
-def _refuse_out(where: str, x: PartitionedArray, options: dict[str, Any]) -> None:
+def _refuse_out(where: str, options: dict[str, Any]) -> None:
     out = options.pop("out", None)
     if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
         raise LayoutError.at(

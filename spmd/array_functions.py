@@ -65,7 +65,8 @@ def _blockwise(ufunc, inputs, kwargs):
             mend="give them the same shape, or length 1 where one is to be repeated",
         ) from error
     layout = joint_layout(arrays, shape)
-    inputs = [x if type(x) is not PartitionedArray or x.layout is layout else _for_blocks(x, layout) for x in inputs]
+    if layout is not arrays[0].layout or len(arrays) > 1:
+        inputs = [_for_blocks(x, layout) if type(x) is PartitionedArray else x for x in inputs]
 
     def block(w: int) -> Any:
         with device_of_worker(mesh, w):
@@ -114,7 +115,7 @@ def part_layout(shape: tuple[int, ...], layout: Layout) -> Layout:
 
 def _for_blocks(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """x as it lies if each worker has the part that its block of a result needs, else laid out anew."""
-    if _joint_layout((x.layout, layout), layout.shape) == layout:
+    if x.layout is layout or _joint_layout((x.layout, layout), layout.shape) == layout:
         return x
     return relayout(x, part_layout(x.shape, layout))
 

@@ -15,7 +15,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.tracer import Array, find, value_of
+from spmd.autodiff.tracer import USUAL, Array, value_of
 from spmd.errors import MeshError, SpecError, nearest
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
@@ -328,6 +328,14 @@ def copied_to_all(x, mesh: Mesh) -> Any:
     return move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
 
 
+def _is_global(x: Any) -> bool:
+    """Whether an argument is a global array, traces one, or has one among its items."""
+    kind = type(x)
+    if kind is Array:
+        return type(x.value) not in USUAL and type(value_of(x)) is PartitionedArray
+    return kind is PartitionedArray or ((kind is tuple or kind is list) and any(map(_is_global, x)))
+
+
 class MapMixing(Join):
     """How arrays mix: in bodies by their states; outside, gradients get the layouts of their arguments."""
 
@@ -337,20 +345,18 @@ class MapMixing(Join):
     def alike(self, args):
         values = [value_of(x) for x in args]
         spread = next((value for value in values if type(value) is PartitionedArray), None)
-        if spread is None:
-            return args
-        return [
-            copied_to_all(x, spread.mesh)
-            if type(x) is Array and type(value) is not PartitionedArray and hasattr(value, "ndim")
-            else x
+        bare = [
+            type(x) is Array and type(value) is not PartitionedArray and hasattr(value, "ndim")
             for x, value in zip(args, values, strict=True)
         ]
+        if spread is None or not any(bare):
+            return args
+        return [copied_to_all(x, spread.mesh) if is_bare else x for x, is_bare in zip(args, bare, strict=True)]
 
-    def function(self, fun, arguments):
-        arrays = find(arguments, [])
-        if not any(type(value_of(x)) is PartitionedArray for x in (*arguments, *arrays)):
-            return None
-        return function_of(fun)
+    def function(self, fun, args, kwargs):
+        if any(map(_is_global, args)) or (kwargs and any(map(_is_global, kwargs.values()))):
+            return function_of(fun)
+        return None
 
     def whole(self, x):
         value = value_of(x)
