@@ -21,7 +21,35 @@ from spmd.autodiff.primitive import Primitive, handlers
 from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
-__all__ = ["define_operators"]
+__all__ = ["ARITHMETIC", "COMPARISONS", "INTEGER_OPERATORS", "define_operators", "flatten", "transpose"]
+
+
+ARITHMETIC = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.true_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "matmul": np.matmul,
+}
+INTEGER_OPERATORS = {
+    "floordiv": np.floor_divide,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+}
+COMPARISONS = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+"""By Python's operators, the ufuncs: with a derivative, without one, and comparisons."""
 
 
 def _define(symbol: str, run: Callable, whole: Callable, reflect: bool) -> None:
@@ -140,34 +168,12 @@ def _constant(symbol: str) -> Callable:
 
 def define_operators() -> None:
     """Give Array Python's operators, once the rules of their ufuncs are there."""
-    for symbol, ufunc in {
-        "add": np.add,
-        "sub": np.subtract,
-        "mul": np.multiply,
-        "truediv": np.true_divide,
-        "mod": np.remainder,
-        "pow": np.power,
-        "matmul": np.matmul,
-    }.items():
+    for symbol, ufunc in ARITHMETIC.items():
         _define(symbol, functools.partial(apply_binary, _recorded(symbol, ufunc)), ufunc, reflect=True)
-    for symbol, ufunc in {
-        "floordiv": np.floor_divide,
-        "and": np.bitwise_and,
-        "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-        "lshift": np.left_shift,
-        "rshift": np.right_shift,
-    }.items():
+    for symbol, ufunc in INTEGER_OPERATORS.items():
         _define(symbol, _constant(symbol), ufunc, reflect=True)
     _define("divmod", _divmod, np.divmod, reflect=True)
-    for symbol, ufunc in {
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-        "eq": np.equal,
-        "ne": np.not_equal,
-    }.items():
+    for symbol, ufunc in COMPARISONS.items():
         _define(symbol, _constant(symbol), ufunc, reflect=False)
     for symbol, ufunc in {"neg": np.negative, "abs": np.absolute}.items():
         prim = _recorded(symbol, ufunc)
@@ -213,11 +219,11 @@ def _reshape(self, *shape, order: Any = "C", copy=None):
     return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order, **options)
 
 
-def _flatten(self, order: Any = "C"):
+def flatten(self, order: Any = "C"):
     return np.ravel(self, order)
 
 
-def _transpose(self, *axes):
+def transpose(self, *axes):
     if not axes or axes == (None,):
         return np.transpose(self)
     return np.transpose(self, axes[0] if len(axes) == 1 and np.ndim(axes[0]) else axes)
@@ -307,11 +313,11 @@ _METHODS: dict[str, Callable] = {
     "compress": lambda self, condition, axis=None, out=None: np.compress(condition, self, axis, out=out),
     "conjugate": lambda self: np.conj(self),
     "copy": lambda self, order="C": self,
-    "flatten": _flatten,
+    "flatten": flatten,
     "numpy": lambda self: tracer.mixing.whole(self),
     "reshape": _reshape,
     "to_device": _to_device,
-    "transpose": _transpose,
+    "transpose": transpose,
     "view": _view,
     "__ceil__": _whole("ceil"),
     "__contains__": _contains,

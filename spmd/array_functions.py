@@ -55,15 +55,7 @@ def _blockwise(ufunc, inputs, kwargs):
                 need="arrays on one mesh",
                 mend="spmd.put(x.numpy(), spec, mesh)",
             )
-    try:
-        shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
-    except ValueError as error:
-        raise LayoutError.at(
-            where,
-            got=" and ".join(describe(x) for x in inputs),
-            need="shapes that broadcast",
-            mend="give them the same shape, or length 1 where one is to be repeated",
-        ) from error
+    shape = broadcast_shape(where, inputs)
     layout = joint_layout(arrays, shape)
     if layout is not arrays[0].layout or len(arrays) > 1:
         inputs = [_for_blocks(x, layout) if type(x) is PartitionedArray else x for x in inputs]
@@ -77,6 +69,19 @@ def _blockwise(ufunc, inputs, kwargs):
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
+
+
+def broadcast_shape(where: str, operands: Sequence[Any]) -> tuple[int, ...]:
+    """The shape to which operands broadcast. Raises LayoutError where they do not."""
+    try:
+        return np.broadcast_shapes(*map(np.shape, operands))
+    except ValueError as error:
+        raise LayoutError.at(
+            where,
+            got=" and ".join(map(describe, operands)),
+            need="shapes that broadcast",
+            mend="give them the same shape, or length 1 where one is to be repeated",
+        ) from error
 
 
 def joint_layout(arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:

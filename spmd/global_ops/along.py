@@ -6,14 +6,14 @@ What splits them then splits the longest other dimension. Without one the array 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.autodiff.primitive import name_of
-from spmd.global_ops.call import Arguments, Template, as_spec, dims_of, global_value, names_of, on_blocks
+from spmd.global_ops.call import Arguments, as_spec, dims_of, global_of, global_value, names_of, spec_of
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import P, Spec
@@ -24,7 +24,7 @@ __all__ = ["Along", "along", "moved_spec"]
 def moved_spec(spec: Spec, shape: Sequence[int], dims: Sequence[int]) -> Spec | None:
     """A spec by which these dimensions are whole, and the axes that split them split another one. None: there is no
     other."""
-    split = [list(names) for names in names_of(spec)] + [[] for _ in range(len(shape) - len(names_of(spec)))]
+    split = [[*names] for names in names_of(spec, len(shape))]
     moved = [n for d in dims for n in split[d]]
     if not moved:
         return spec
@@ -35,7 +35,7 @@ def moved_spec(spec: Spec, shape: Sequence[int], dims: Sequence[int]) -> Spec | 
     for d in dims:
         split[d] = []
     split[target] += moved
-    return P(*(tuple(names) or None for names in split))
+    return spec_of(split)
 
 
 class Along(NamedTuple):
@@ -48,11 +48,10 @@ class Along(NamedTuple):
 
 
 _FFT = "fft ifft rfft irfft hfft ihfft"
-_FFT_ND = "fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn"
 
 _TABLE: dict[Any, Along] = {
     **{f: Along(-1) for f in (np.sort, np.argsort, np.partition, np.argpartition, np.diff, np.unwrap)},
-    **{f: Along(None) for f in (np.cumsum, np.cumprod, np.nancumsum, np.nancumprod, np.flip, np.roll)},
+    **{f: Along(None) for f in (np.cumsum, np.cumprod, np.nancumsum, np.nancumprod, np.flip)},
     **{f: Along(None, True) for f in (np.median, np.nanmedian, np.nanargmax, np.nanargmin, np.nanmax, np.nanmin)},
     **{f: Along(None, True) for f in (np.nanmean, np.nanvar, np.nanstd, np.nansum, np.nanprod)},
     **{f: Along(None, True, "q") for f in (np.quantile, np.percentile, np.nanquantile, np.nanpercentile)},
@@ -69,44 +68,27 @@ def _signature(fun: Any) -> inspect.Signature:
     return inspect.signature(fun)
 
 
-def _make(fun: Callable, template: Template) -> Callable:
-    def body(*arrays: Any) -> Any:
-        args, kwargs = template.filled(arrays)
-        return fun(*args, **kwargs)
-
-    return body
-
-
-def _first_global(bound: dict[str, Any]) -> tuple[str, Any]:
-    return next((name, x) for name, x in bound.items() if global_value(x) is not None)
-
-
 def along(fun: Any, rule: Along, args: tuple, kwargs: dict) -> Any:
-    where = name_of(fun)
     bound = _signature(fun).bind(*args, **kwargs).arguments
-    name, x = _first_global(bound)
-    value = global_value(x)
-    assert value is not None
+    name, x = next((name, x) for name, x in bound.items() if global_value(x) is not None)
+    value = global_of(x)
     axis = bound.get("axis", bound.get("axes", rule.default))
     others = [v for k, v in bound.items() if k != name]
-    if axis is None and not (rule.reduces or fun in (np.flip, np.roll)):
+    if axis is None and not (rule.reduces or fun is np.flip):
         return whole(fun, args, kwargs)  # of the flattened array
     if any(global_value(v) is not None for v in others) or any(np.ndim(v) for v in others if v is not axis):
         return whole(fun, args, kwargs)
-    dims = dims_of(where, axis, value.ndim)
+    dims = dims_of(name_of(fun), axis, value.ndim)
     spec = moved_spec(as_spec(x), value.shape, dims)
     if spec is None:
         return whole(fun, args, kwargs)
-    split = names_of(spec)
-    split = [*split, *[()] * (value.ndim - len(split))]
-    kept = [split[d] or None for d in range(value.ndim) if not (rule.reduces and d in dims)]
-    if rule.reduces and bound.get("keepdims") not in (None, False, np._NoValue):  # type: ignore[attr-defined]
-        kept = [None if d in dims else split[d] or None for d in range(value.ndim)]
+    kept = names_of(spec, value.ndim)  # the dimensions that are worked along are whole
+    if rule.reduces and bound.get("keepdims") in (None, False, np._NoValue):  # type: ignore[attr-defined]
+        kept = [names for d, names in enumerate(kept) if d not in dims]
     if rule.leading:
-        kept = [*[None] * np.ndim(bound[rule.leading]), *kept]
-    arguments = Arguments(where, args, kwargs)
-    specs = [spec if a is x else P() for a in arguments.arrays]
-    return on_blocks(where, _make, (fun, arguments.template), arguments.arrays, specs, P(*kept), value.mesh)
+        kept = [*[()] * np.ndim(bound[rule.leading]), *kept]
+    arguments = Arguments(args, kwargs)
+    return arguments.run(fun, [spec if a is x else P() for a in arguments.arrays], spec_of(kept))
 
 
 def _register(fun: Any, rule: Along) -> None:
@@ -127,16 +109,13 @@ _MATRIX = "inv pinv cholesky qr eigh eigvalsh eig eigvals svd svdvals det slogde
 def _of_matrices(fun: Any) -> None:
     @implements(fun)
     def handler(*args: Any, **kwargs: Any) -> Any:
-        where = name_of(fun)
-        x = args[0] if args else next(iter(kwargs.values()))
-        value = global_value(x)
-        if value is None or value.ndim < 3 or len(Arguments(where, args, kwargs).arrays) > 1:
+        value, arguments = global_value(args[0] if args else next(iter(kwargs.values()))), Arguments(args, kwargs)
+        if value is None or value.ndim < 3 or len(arguments.arrays) > 1:
             return whole(fun, args, kwargs)
-        spec = moved_spec(as_spec(x), value.shape, (value.ndim - 2, value.ndim - 1))
+        batch = value.ndim - 2
+        spec = moved_spec(as_spec(value), value.shape, (batch, batch + 1))
         assert spec is not None
-        batch = P(*(names or None for names in names_of(spec)[: value.ndim - 2]))
-        arguments = Arguments(where, args, kwargs)
-        return on_blocks(where, _make, (fun, arguments.template), arguments.arrays, [spec], batch, value.mesh)
+        return arguments.run(fun, [spec], spec_of(names_of(spec, batch)[:batch]))
 
 
 for _name in _MATRIX.split():

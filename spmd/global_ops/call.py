@@ -1,11 +1,11 @@
-"""How a function of global arrays is run: as a body on the blocks, whose specs follow from the layouts of its operands.
+"""How a function of global arrays is run: as a body on the blocks, with specs that follow from the layouts of operands.
 
-So states, adjoints, checks and transports are those of `spmd.map`. `traced` operands are recorded as one map.
+So states, adjoints, checks and transports are those of `spmd.map`. With traced operands it is recorded as one map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from spmd.array import PartitionedArray, check_usable
 from spmd.array_functions import split_names
 from spmd.autodiff import tree
+from spmd.autodiff.primitive import name_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, describe
 from spmd.kernels import on_device
@@ -25,14 +26,16 @@ from spmd.settings import setting
 
 __all__ = [
     "Arguments",
-    "Template",
     "as_spec",
     "check_gathered",
     "dims_of",
+    "global_of",
     "global_value",
+    "is_array",
+    "layout_by",
     "names_of",
     "on_blocks",
-    "split_names",
+    "spec_of",
 ]
 
 _maps: dict[Hashable, Mapped] = {}
@@ -40,8 +43,15 @@ _HERE = object()
 """Stands for an array among the arguments."""
 
 
+def global_of(x: Any) -> PartitionedArray:
+    """The global array that x is, or that it traces: it does one of them."""
+    value = global_value(x)
+    assert value is not None
+    return value
+
+
 def global_value(x: Any) -> PartitionedArray | None:
-    """The global array that x is, or that it traces."""
+    """The global array that x is, or that it traces; None for anything else."""
     value = value_of(x) if type(x) is Array else x
     return value if type(value) is PartitionedArray else None
 
@@ -75,15 +85,28 @@ class Arguments:
     mesh: that of the first of these.
     """
 
-    def __init__(self, where: str, args: tuple, kwargs: dict):
+    def __init__(self, args: tuple, kwargs: dict):
         leaves, structure = tree.flatten((args, kwargs), none_is_leaf=True)
-        self.template = Template(structure, [_HERE if _is_array(x) else x for x in leaves])
-        self.arrays = [x for x in leaves if _is_array(x)]
+        self.template = Template(structure, [_HERE if is_array(x) else x for x in leaves])
+        self.arrays = [x for x in leaves if is_array(x)]
         self.globals = [value for value in map(global_value, self.arrays) if value is not None]
         self.mesh = self.globals[0].mesh
 
+    def run(self, fun: Callable[..., Any], in_specs: Sequence[Spec], out_specs: Any) -> Any:
+        """The function of the blocks of the arrays, which are laid out by in_specs."""
+        return on_blocks(name_of(fun), _filling, (fun, self.template), self.arrays, in_specs, out_specs, self.mesh)
 
-def _is_array(x: Any) -> bool:
+
+def _filling(fun: Callable[..., Any], template: Template) -> Callable[..., Any]:
+    def body(*arrays: Any) -> Any:
+        args, kwargs = template.filled(arrays)
+        return fun(*args, **kwargs)
+
+    return body
+
+
+def is_array(x: Any) -> bool:
+    """Whether x may be an operand with a spec: a global array, a traced one, or one of NumPy or CuPy."""
     return isinstance(x, np.ndarray | Array | PartitionedArray) or on_device(x)
 
 
@@ -114,11 +137,14 @@ def on_blocks(
 
 
 def _trimmed(spec: Any) -> Any:
-    return P(*(names or None for names in spec.trimmed)) if isinstance(spec, P) else spec
+    return spec_of(spec.trimmed) if isinstance(spec, P) else spec
 
 
 def _distinct(x: Any) -> Any:
-    """A key of a value that tells apart what is equal and yet different: True, 1 and 1.0; 0.0 and -0.0."""
+    """A key of a value that tells apart what is equal and yet different: True, 1 and 1.0; 0.0 and -0.0. Slices, which
+    have no hash, have one by their ends."""
+    if isinstance(x, slice):
+        return slice, x.start, x.stop, x.step
     return type(x), repr(x) if isinstance(x, float | complex | np.inexact) else x
 
 
@@ -133,9 +159,20 @@ def as_spec(x: Any) -> Spec:
     return layout.spec if layout.balanced else layout
 
 
-def names_of(spec: Spec) -> tuple[tuple[str, ...], ...]:
-    """The axes that split each dimension, of a spec by `as_spec`."""
-    return spec.spec.dims if isinstance(spec, Layout) else spec.dims
+def layout_by(spec: Spec, value: PartitionedArray) -> Layout:
+    """The layout of a global array by a spec."""
+    return spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
+
+
+def names_of(spec: Spec, ndim: int) -> list[tuple[str, ...]]:
+    """The axes that split each dimension of an array, of a spec by `as_spec`."""
+    dims = spec.spec.dims if isinstance(spec, Layout) else spec.dims
+    return [*dims, *[()] * (ndim - len(dims))]
+
+
+def spec_of(names: Iterable[Sequence[str]]) -> P:
+    """The spec by which these axes split each dimension."""
+    return P(*(tuple(each) or None for each in names))
 
 
 def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:

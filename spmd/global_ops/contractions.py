@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, describe
-from spmd.global_ops.call import Arguments, as_spec, check_gathered, dims_of, global_value, on_blocks
+from spmd.global_ops.call import Arguments, as_spec, check_gathered, dims_of, global_value, layout_by, on_blocks
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
@@ -138,29 +138,21 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
 def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
     """np.einsum of global arrays and others. options: of it; by default optimized where dtypes allow any order."""
     operands = [a if hasattr(a, "dtype") else np.asarray(a) for a in operands]
-    arguments = Arguments(where, tuple(operands), {})
+    arguments = Arguments(tuple(operands), {})
     shapes = [tuple(np.shape(a)) for a in operands]
     parsed = _parsed(subscripts, shapes)
     if parsed is None or len(arguments.arrays) != len(operands):
         return whole(np.einsum, (subscripts, *operands), dict(options or {}))
     letters, out = parsed
     mesh = arguments.mesh
-    layouts = []
-    for a in operands:
-        value = global_value(a)
-        if value is None:
-            layouts.append(None)
-            continue
-        spec = as_spec(a)
-        layouts.append(spec if isinstance(spec, Layout) else mesh.layout(value.shape, spec))
+    values = [global_value(a) for a in operands]
+    layouts = [None if value is None else layout_by(as_spec(value), value) for value in values]
     itemsizes = tuple(np.dtype(a.dtype).itemsize for a in operands)
     axes = tuple(mesh.axes.items())
     assignment = dict(_plan(tuple(letters), out, tuple(layouts), itemsizes, tuple(shapes), axes))
     specs = [P(*(assignment.get(c) for c in word)) for word in letters]
     gathered = [
-        value
-        for word, a in zip(letters, operands, strict=True)
-        if (value := global_value(a)) is not None and not any(c in assignment for c in word)
+        v for word, v in zip(letters, values, strict=True) if v is not None and assignment.keys().isdisjoint(word)
     ]
     check_gathered(where, gathered, "lay the operands out alike with spmd.put")
     out_spec = P(*(assignment.get(c) for c in out))

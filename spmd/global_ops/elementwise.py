@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.array_functions import joint_layout, part_layout, split_names
+from spmd.array_functions import broadcast_shape, joint_layout, part_layout, split_names
 from spmd.autodiff.primitive import name_of
-from spmd.errors import LayoutError, describe
-from spmd.global_ops.call import Arguments, Template, global_value, on_blocks
+from spmd.global_ops.call import Arguments
 from spmd.global_ops.registry import implements
 
 __all__ = ["elementwise"]
@@ -19,35 +18,18 @@ __all__ = ["elementwise"]
 
 def elementwise(fun: Callable, args: tuple, kwargs: dict) -> Any:
     """fun(*args, **kwargs), whose arrays are broadcast against each other."""
-    where = name_of(fun)
     args = tuple(np.asarray(a) if isinstance(a, list | tuple) else a for a in args)
     kwargs = {k: np.asarray(v) if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-    arguments = Arguments(where, args, kwargs)
-    shapes = [np.shape(a) for a in arguments.arrays]
-    try:
-        shape = np.broadcast_shapes(*shapes)
-    except ValueError as error:
-        raise LayoutError.at(
-            where,
-            got=" and ".join(describe(a) for a in arguments.arrays),
-            need="shapes that broadcast",
-            mend="give them the same shape, or length 1 where one is to be repeated",
-        ) from error
-    layout = joint_layout([a for a in map(global_value, arguments.arrays) if a is not None], shape)
+    arguments = Arguments(args, kwargs)
+    shape, mesh = broadcast_shape(name_of(fun), arguments.arrays), arguments.mesh
+    layout = joint_layout(arguments.globals, shape)
     if layout.spec is None:
-        layout = arguments.mesh.layout(shape, split_names(shape, arguments.mesh, tuple(arguments.mesh.axes)))
-    parts = [part_layout(s, layout) for s in shapes]
-    specs = [part.spec if part.balanced else part for part in parts]
-    out = layout.spec if layout.balanced else layout
-    return on_blocks(where, _make, (fun, arguments.template), arguments.arrays, specs, out, arguments.mesh)
-
-
-def _make(fun: Callable, template: Template) -> Callable:
-    def body(*arrays: Any) -> Any:
-        args, kwargs = template.filled(arrays)
-        return fun(*args, **kwargs)
-
-    return body
+        layout = mesh.layout(shape, split_names(shape, mesh, tuple(mesh.axes)))
+    *specs, out = (
+        part.spec if part.balanced else part
+        for part in (part_layout(s, layout) for s in (*map(np.shape, arguments.arrays), shape))
+    )
+    return arguments.run(fun, specs, out)
 
 
 def _register(fun: Any) -> None:

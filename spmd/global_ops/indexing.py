@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray, check_usable
 from spmd.global_ops.along import moved_spec
-from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
+from spmd.global_ops.call import as_spec, global_of, global_value, layout_by, names_of, on_blocks, spec_of
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
@@ -18,10 +18,10 @@ from spmd.map_arguments import copied_to_all
 from spmd.mesh import WORKER
 from spmd.operators.reduce import psum
 
-__all__ = ["basic_keys", "item", "local_index", "packed", "unpacked"]
+__all__ = ["as_slices", "basic_keys", "item", "local_index"]
 
 
-def _expanded(index: Any, ndim: int, x: Any) -> list[Any]:
+def _expanded(index: Any, ndim: int) -> list[Any]:
     """The index with one entry per dimension, and None for each new one."""
     entries = list(index) if isinstance(index, tuple) else [index]
     used = sum(_dims_used(e) for e in entries)
@@ -63,15 +63,14 @@ def item(x: Any, index: Any) -> Any:
     """x[index]."""
     if global_value(x) is None:  # the index is global
         x = copied_to_all(x, next(v for v in map(global_value, _entries(index)) if v is not None).mesh)
-    value = global_value(x)
-    assert value is not None
+    value = global_of(x)
     check_usable(f"x[{index!r}]", value)
     index = tuple(map(_as_array, index)) if isinstance(index, tuple) else _as_array(index)
     if any(getattr(e, "dtype", None) == np.bool_ and not np.ndim(e) for e in _entries(index)):
         return _of_whole(x, index)
     if global_value(index) is not None or getattr(index, "dtype", np.dtype(int)).kind == "b":
         return _masked(x, index)
-    keys, entries = basic_keys(index, value), _expanded(index, value.ndim, x)
+    keys, entries = basic_keys(index, value), _expanded(index, value.ndim)
     return _advanced(x, entries) if keys is None else _basic(x, keys, entries)
 
 
@@ -80,7 +79,7 @@ def basic_keys(index: Any, value: PartitionedArray) -> list[Any] | None:
     and of None; None for any other."""
     if global_value(index) is not None or getattr(index, "ndim", 0) or isinstance(index, list):
         return None
-    entries = _expanded(index, value.ndim, value)
+    entries = _expanded(index, value.ndim)
     if not all(e is None or isinstance(e, slice) or _is_integer(e) for e in entries):
         return None
     d, keys = 0, []
@@ -101,44 +100,36 @@ def basic_keys(index: Any, value: PartitionedArray) -> list[Any] | None:
 
 
 def _basic(x: Any, keys: Sequence[Any], entries: Sequence[Any]) -> Any:
-    value = global_value(x)
-    assert value is not None
-    spec = as_spec(x)
-    back = [d for d, k in enumerate(k for k in keys if k is not None) if isinstance(k, tuple) and k[2] < 0]
-    if any(names_of(spec)[d] for d in back if d < len(names_of(spec))):
+    value = global_of(x)
+    spec, own = as_spec(x), [k for k in keys if k is not None]
+    back = [d for d, k in enumerate(own) if isinstance(k, tuple) and k[2] < 0]
+    if any(names_of(spec, value.ndim)[d] for d in back):
         spec = moved_spec(spec, value.shape, back)
         if spec is None:
             return _of_whole(x, tuple(entries))
-    layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
-    split, kept, d = layout.spec.dims, [], 0
-    for k in keys:
-        if k is None:
-            kept.append(None)
-        else:
-            if isinstance(k, tuple):
-                kept.append(split[d] or None)
-            d += 1
-    return on_blocks("x[i]", _items, (tuple(keys), layout), [x], [spec], P(*kept), value.mesh)
+    layout, split = layout_by(spec, value), iter(names_of(spec, value.ndim))
+    of_keys = [() if k is None else next(split) for k in keys]
+    kept = [names for k, names in zip(keys, of_keys, strict=True) if not isinstance(k, int)]
+    return on_blocks("x[i]", _items, (tuple(keys), layout), [x], [spec], spec_of(kept), value.mesh)
 
 
 def _items(keys: tuple[Any, ...], layout: Layout) -> Callable[..., Any]:
     own = [k for k in keys if k is not None]
     split = layout.spec.dims
     chosen = tuple(n for d, k in enumerate(own) if not isinstance(k, tuple) for n in split[d])
+    items = [d for d, k in enumerate(keys) if isinstance(k, int)]
 
     def body(x: Any) -> Any:
         worker = WORKER.get()
         assert worker is not None
-        local = local_index(keys, layout.boxes[worker.index])
+        box = layout.boxes[worker.index]
         if not chosen:
-            return x[local]
+            return x[local_index(keys, box)]
         # All workers do the same, also those that have nothing of it: its derivatives are sums over them.
-        local = local_index([(k, k + 1, 1) if isinstance(k, int) else k for k in keys], layout.boxes[worker.index])
-        items = tuple(d for d, k in enumerate(keys) if isinstance(k, int))
-        part = x[local]
+        part = x[local_index(as_slices(keys), box)]
         for d in reversed(items):
             shape = (*part.shape[:d], 1, *part.shape[d + 1 :])
-            after = np.full_like(part, nothing(x.dtype), shape=shape)
+            after = np.full_like(part, _nothing(x.dtype), shape=shape)
             part = np.concatenate([part, after], axis=d)[(slice(None),) * d + (0,)]
         if x.dtype.kind == "b":
             return psum(part.astype(np.uint8), chosen).astype(np.bool_)
@@ -147,9 +138,14 @@ def _items(keys: tuple[Any, ...], layout: Layout) -> Callable[..., Any]:
     return body
 
 
-def nothing(dtype: np.dtype) -> Any:
+def _nothing(dtype: np.dtype) -> Any:
     """What is added to an entry without changing it: -0.0, which also leaves -0.0 as it is."""
     return -0.0 if dtype.kind == "f" else complex(-0.0, -0.0) if dtype.kind == "c" else 0
+
+
+def as_slices(keys: Sequence[Any]) -> list[Any]:
+    """Keys with slices of length 1 for items."""
+    return [(k, k + 1, 1) if isinstance(k, int) else k for k in keys]
 
 
 def local_index(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
@@ -174,48 +170,19 @@ def _local_slice(k: tuple[int, int, int], start: int, stop: int) -> slice:
 
 
 def _of_whole(x: Any, index: Any) -> Any:
-    return whole(_take, (x, packed(index)), {})
+    return whole(_item, (x, index), {})
 
 
-class _Slice:
-    """A slice as something that is hashable."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, s: slice):
-        self.key = s.start, s.stop, s.step
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Slice) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+def _item(x: Any, index: Any) -> Any:
+    return x[index]
 
 
-def packed(index: Any) -> Any:
-    """An index that is hashable if its entries are."""
-    if isinstance(index, tuple):
-        return tuple(_Slice(e) if isinstance(e, slice) else e for e in index)
-    return _Slice(index) if isinstance(index, slice) else index
-
-
-def unpacked(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(slice(*e.key) if isinstance(e, _Slice) else e for e in index)
-    return slice(*index.key) if isinstance(index, _Slice) else index
-
-
-def _take(x: Any, index: tuple[Any, ...]) -> Any:
-    return x[unpacked(index)]
-
-
-_take.__name__ = "x[i]"
+_item.__name__ = "x[i]"
 
 
 def _advanced(x: Any, entries: Sequence[Any]) -> Any:
     """One array of integers, and slices that take all: a take along a dimension. Else of the whole."""
-    value = global_value(x)
-    assert value is not None
+    value = global_of(x)
     arrays = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice) or _is_integer(e))]
     plain = all(isinstance(e, slice) and e == slice(None) for k, e in enumerate(entries) if k not in arrays)
     if len(arrays) == 1 and plain and global_value(entries[arrays[0]]) is None:
@@ -223,9 +190,8 @@ def _advanced(x: Any, entries: Sequence[Any]) -> Any:
         indices = np.asarray(entries[d])
         spec = moved_spec(as_spec(x), value.shape, (d,))
         if spec is not None and indices.dtype.kind in "iu":
-            names = [*names_of(spec), *[()] * (value.ndim - len(names_of(spec)))]
-            kept = [n or None for n in names]
-            out = P(*kept[:d], *[None] * indices.ndim, *kept[d + 1 :])
+            names = names_of(spec, value.ndim)
+            out = spec_of([*names[:d], *[()] * indices.ndim, *names[d + 1 :]])
             return on_blocks("x[i]", _take_along, (d,), [x, indices], [spec, P()], out, value.mesh)
     return _of_whole(x, tuple(entries))
 
@@ -236,19 +202,18 @@ def _take_along(d: int) -> Callable[..., Any]:
 
 def _masked(x: Any, mask: Any) -> Any:
     """The entries (rows) where a mask is true, in order: a result in uneven blocks."""
-    value = global_value(x)
-    assert value is not None
+    value = global_of(x)
     if getattr(mask, "dtype", None) is None or mask.dtype.kind != "b":
-        return _advanced(x, _expanded(mask, value.ndim, x))
+        return _advanced(x, _expanded(mask, value.ndim))
     if mask.shape != value.shape[: mask.ndim] or not mask.ndim:
         raise IndexError(f"a mask of shape {mask.shape} for an array of shape {value.shape}")
     spec = moved_spec(as_spec(x), value.shape, range(1, mask.ndim)) if mask.ndim > 1 else as_spec(x)
     assert spec is not None
-    names = [*names_of(spec), *[()] * (value.ndim - len(names_of(spec)))]
-    mask_spec: Any = P(names[0] or None)
+    names = names_of(spec, value.ndim)
+    mask_spec: Any = spec_of(names[:1])
     if isinstance(spec, Layout):
         mask_spec = Layout(mask.shape, mask_spec, spec.axes, spec.cuts[: mask.ndim])
-    out = P(names[0] or None, *(n or None for n in names[mask.ndim :]))
+    out = spec_of([names[0], *names[mask.ndim :]])
     return on_blocks("x[mask]", _masking, (), [x, mask], [spec, mask_spec], out, value.mesh)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
+from spmd.autodiff.array_methods import ARITHMETIC, COMPARISONS, INTEGER_OPERATORS, flatten, transpose
 from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array
 from spmd.global_ops.indexing import item
@@ -39,26 +40,16 @@ def _reshape(self: Any, *shape: Any, order: Any = "C") -> Any:
     return np.reshape(self, shape[0] if len(shape) == 1 else shape, order=order)
 
 
-def _transpose(self: Any, *axes: Any) -> Any:
-    if not axes or axes == (None,):
-        return np.transpose(self)
-    return np.transpose(self, axes[0] if len(axes) == 1 and np.ndim(axes[0]) else axes)
-
-
 def _iterate(self: Any) -> Any:
     if not self.shape:
         raise TypeError("iteration over an array without dimensions")
     return (self[k] for k in range(self.shape[0]))
 
 
-def _flatten(self: Any, order: Any = "C") -> Any:
-    return np.ravel(self, order)
-
-
 _MORE: dict[str, Any] = {
     "reshape": _reshape,
-    "transpose": _transpose,
-    "flatten": _flatten,
+    "transpose": transpose,
+    "flatten": flatten,
     "clip": lambda self, min=None, max=None, **options: np.clip(self, min, max, **options),
     "conjugate": lambda self: np.conj(self),
     "copy": lambda self, order="C": self,
@@ -94,32 +85,10 @@ def _operator(ufunc, swap: bool):
     return method
 
 
-for _name, _ufunc in {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "truediv": np.true_divide,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
-    "pow": np.power,
-    "matmul": np.matmul,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "lshift": np.left_shift,
-    "rshift": np.right_shift,
-    "divmod": np.divmod,
-    "xor": np.bitwise_xor,
-}.items():
+for _name, _ufunc in {**ARITHMETIC, **INTEGER_OPERATORS, "divmod": np.divmod}.items():
     setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
     setattr(PartitionedArray, f"__r{_name}__", _operator(_ufunc, swap=True))
-for _name, _ufunc in {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}.items():
+for _name, _ufunc in COMPARISONS.items():
     setattr(PartitionedArray, f"__{_name}__", _operator(_ufunc, swap=False))
 for _name, _ufunc in {"neg": np.negative, "abs": np.absolute, "invert": np.invert, "pos": np.positive}.items():
     setattr(PartitionedArray, f"__{_name}__", lambda self, _ufunc=_ufunc: _ufunc(self))

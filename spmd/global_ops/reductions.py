@@ -10,10 +10,10 @@ import numpy as np
 
 from spmd.array import MAPPED
 from spmd.autodiff.dtypes import mean_dtype
-from spmd.autodiff.primitive import Method
+from spmd.autodiff.primitive import Method, name_of
 from spmd.errors import DtypeError, LayoutError, describe
 from spmd.global_ops.along import Along, along
-from spmd.global_ops.call import as_spec, dims_of, global_value, names_of, on_blocks
+from spmd.global_ops.call import as_spec, dims_of, global_of, global_value, layout_by, names_of, on_blocks, spec_of
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
@@ -27,8 +27,8 @@ __all__ = ["reduced"]
 _MISSING: Any = np._NoValue  # type: ignore[attr-defined]
 
 
-def _given(option: Any) -> bool:
-    return option is not _MISSING and option is not None
+def _or_none(option: Any) -> Any:
+    return None if option is _MISSING else option
 
 
 def reduced(
@@ -48,18 +48,10 @@ def reduced(
     value = global_value(x)
     if value is None:  # the mask is a global array
         value = put(np.zeros(np.shape(x)), P(), global_value(where_mask).mesh)  # type: ignore[union-attr]
-    spec = as_spec(x)
-    layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
-    dims, split = dims_of(where, axis, value.ndim), names_of(layout)
-    names = tuple(n for d in dims for n in split[d])
-    keep = keepdims is not _MISSING and bool(keepdims)
-    kept = [split[d] or None for d in range(value.ndim) if d not in dims or keep]
-    if keep:
-        kept = [None if d in dims else split[d] or None for d in range(value.ndim)]
-    if make is _place and axis is not None and np.ndim(axis):
-        raise LayoutError.at(where, argument="axis", got=str(axis), need="one dimension, or None", mend="axis=0")
-    if make is _place and not math.prod(value.shape[d] for d in dims):
-        raise LayoutError.at(where, got=describe(value), need="an entry to choose", mend="ask for x.size first")
+    spec, dims = as_spec(x), dims_of(where, axis, value.ndim)
+    layout, split = layout_by(spec, value), names_of(spec, value.ndim)
+    names, keep = tuple(n for d in dims for n in split[d]), _or_none(keepdims) is not None and bool(keepdims)
+    kept = [() if d in dims else each for d, each in enumerate(split) if keep or d not in dims]
     operands, specs = [x], [spec]
     if where_mask is not _MISSING and where_mask is not True:
         where_mask = where_mask if hasattr(where_mask, "dtype") else np.asarray(where_mask)
@@ -69,9 +61,8 @@ def reduced(
             )
         operands.append(np.broadcast_to(where_mask, value.shape))
         specs.append(spec)
-    return on_blocks(
-        where, _reducing, (make, dims, names, keep, layout, *static), operands, specs, P(*kept), value.mesh
-    )
+    static = (make, dims, names, keep, layout, *static)
+    return on_blocks(where, _reducing, static, operands, specs, spec_of(kept), value.mesh)
 
 
 def _reducing(
@@ -90,10 +81,15 @@ def _masked(x: Any, mask: tuple[Any, ...], identity: Any) -> Any:
     return np.where(mask[0], x, identity) if mask else x
 
 
+def _total(x: Any, names: tuple[str, ...], dims: tuple[int, ...]) -> Any:
+    """The sum over dimensions, and over the workers along these axes."""
+    return reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+
+
 def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: Any, initial: Any) -> Callable[..., Any]:
     def body(x: Any, *mask: Any) -> Any:
         x = _masked(x if dtype is None else x.astype(dtype), mask, 0)
-        total = reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+        total = _total(x, names, dims)
         return total if initial is None else total + total.dtype.type(initial)
 
     return body
@@ -107,11 +103,11 @@ def _mean(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: 
         else:
             wide = np.dtype(np.float64) if x.dtype.kind in "biu" else mean_dtype(x.dtype)
             added = _masked(x if wide is None else x.astype(wide), mask, 0)
-            total = reductions.sum(added, names, dims) if names else np.sum(added, axis=dims)
+            total = _total(added, names, dims)
             count: Any = math.prod(layout.shape[d] for d in dims)
             if mask:
                 hits = mask[0].astype(total.dtype)
-                count = reductions.sum(hits, names, dims) if names else np.sum(hits, axis=dims)
+                count = _total(hits, names, dims)
             mean = total / count
             mean = mean if x.dtype.kind in "biu" else mean.astype(x.dtype)
         return mean if dtype is None else mean.astype(dtype)
@@ -127,7 +123,7 @@ def _extremum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how
         start: Any = None if initial is None else x.dtype.type(initial)
         x = _masked(x, mask, start)
         if initial is not None and not math.prod(layout.shape[d] for d in dims):
-            total = reductions.sum(x, names, dims) if names else np.sum(x, axis=dims)
+            total = _total(x, names, dims)
             return (total + start).astype(x.dtype)  # of no entries
         result = over(x, names, dims) if names else local(x, axis=dims)
         return result if initial is None else pick(result, start)
@@ -154,7 +150,7 @@ def _count(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, of: st
         if mask:
             hits = hits & mask[0]
         hits = hits.astype(np.int64)
-        count = reductions.sum(hits, names, dims) if names else np.sum(hits, axis=dims)
+        count = _total(hits, names, dims)
         return count == 0 if of == "all" else count > 0 if of == "any" else count
 
     return body
@@ -171,7 +167,7 @@ def _variance(
         wide = x if short is None else x.astype(short)
         mean = reductions.sum(wide, names, dims) / count if names else np.mean(wide, axis=dims)
         apart = np.abs(wide - np.expand_dims(mean, dims)) ** 2 if dims else np.abs(wide - mean) ** 2
-        total = reductions.sum(apart, names, dims) if names else np.sum(apart, axis=dims)
+        total = _total(apart, names, dims)
         variance = total / max(count - ddof, 0)
         result = _root(variance) if root else variance
         return result if short is None else result.astype(x.dtype)
@@ -224,22 +220,22 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
     return body
 
 
-def _or_none(option: Any) -> Any:
-    return option if _given(option) else None
+def _added(fun: Any, make: Callable[..., Callable[..., Any]]) -> None:
+    @implements(fun)
+    def handler(
+        a: Any,
+        axis: Any = None,
+        dtype: Any = None,
+        out: Any = None,
+        keepdims: Any = _MISSING,
+        initial: Any = None,
+        where: Any = _MISSING,
+    ) -> Any:
+        return reduced(name_of(fun), make, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
 
 
-@implements(np.sum)
-def np_sum(
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    keepdims: Any = _MISSING,
-    initial: Any = None,
-    where: Any = _MISSING,
-):
-    """As `array_functions` has it for what is given no `initial` and no `where`."""
-    return reduced("np.sum", _sum, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
+_added(np.sum, _sum)  # `array_functions` has it for what is given no `initial` and no `where`
+_added(np.prod, _product)
 
 
 @implements(np.mean)
@@ -249,54 +245,46 @@ def mean(
     return reduced("np.mean", _mean, a, axis, keepdims, dtype, where_mask=where)
 
 
-@implements(np.max, np.amax)
-def np_max(
-    a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, initial: Any = None, where: Any = _MISSING
-):
-    return _extreme(np.max, "max", a, axis, keepdims, initial, where)
+def _extreme(fun: Any, how: str) -> None:
+    @implements(fun)
+    def handler(
+        a: Any,
+        axis: Any = None,
+        out: Any = None,
+        keepdims: Any = _MISSING,
+        initial: Any = None,
+        where: Any = _MISSING,
+    ) -> Any:
+        initial = _or_none(initial)
+        if a.dtype.kind == "c":  # in an order of their own
+            options = {"keepdims": keepdims, "initial": initial, "where": where}
+            given = {name: option for name, option in options.items() if _or_none(option) is not None}
+            return along(fun, Along(None, True), (a,), {"axis": axis, **given})
+        if initial is None and where is not _MISSING and where is not True:
+            raise LayoutError.at(
+                name_of(fun),
+                argument="initial",
+                got="nothing, beside a mask",
+                need="a number",
+                mend="initial=-np.inf, say",
+            )
+        return reduced(name_of(fun), _extremum, a, axis, keepdims, how, initial, where_mask=where)
 
 
-@implements(np.min, np.amin)
-def np_min(
-    a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, initial: Any = None, where: Any = _MISSING
-):
-    return _extreme(np.min, "min", a, axis, keepdims, initial, where)
+for _maximum in (np.max, np.amax):
+    _extreme(_maximum, "max")
+for _minimum in (np.min, np.amin):
+    _extreme(_minimum, "min")
 
 
-def _extreme(fun: Any, how: str, a: Any, axis: Any, keepdims: Any, initial: Any, where: Any) -> Any:
-    if a.dtype.kind == "c":  # in an order of their own
-        options = {"keepdims": keepdims, "initial": initial, "where": where}
-        given = {name: option for name, option in options.items() if option is not _MISSING and option is not None}
-        return along(fun, Along(None, True), (a,), {"axis": axis, **given})
-    initial = _or_none(initial)
-    if initial is None and where is not _MISSING and where is not True:
-        raise LayoutError.at(
-            f"np.{how}", argument="initial", got="nothing, beside a mask", need="a number", mend="initial=-np.inf, say"
-        )
-    return reduced(f"np.{how}", _extremum, a, axis, keepdims, how, initial, where_mask=where)
+def _truth(fun: Any, of: str) -> None:
+    @implements(fun)
+    def handler(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING) -> Any:
+        return reduced(name_of(fun), _count, a, axis, keepdims, of, where_mask=where)
 
 
-@implements(np.prod)
-def prod(
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    keepdims: Any = _MISSING,
-    initial: Any = None,
-    where: Any = _MISSING,
-):
-    return reduced("np.prod", _product, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
-
-
-@implements(np.any)
-def np_any(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING):
-    return reduced("np.any", _count, a, axis, keepdims, "any", where_mask=where)
-
-
-@implements(np.all)
-def np_all(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING):
-    return reduced("np.all", _count, a, axis, keepdims, "all", where_mask=where)
+_truth(np.any, "any")
+_truth(np.all, "all")
 
 
 @implements(np.count_nonzero)
@@ -304,75 +292,69 @@ def count_nonzero(a: Any, axis: Any = None, *, keepdims: bool = False):
     return reduced("np.count_nonzero", _count, a, axis, keepdims, "count")
 
 
-@implements(np.var)
-def var(
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    ddof: Any = 0,
-    keepdims: Any = _MISSING,
-    *,
-    correction: Any = _MISSING,
-    where: Any = _MISSING,
-    mean: Any = _MISSING,
-):
-    ddof = correction if _given(correction) else ddof
-    return _deviation("np.var", a, axis, dtype, ddof, keepdims, False, where, mean)
-
-
-@implements(np.std)
-def std(
-    a: Any,
-    axis: Any = None,
-    dtype: Any = None,
-    out: Any = None,
-    ddof: Any = 0,
-    keepdims: Any = _MISSING,
-    *,
-    correction: Any = _MISSING,
-    where: Any = _MISSING,
-    mean: Any = _MISSING,
-):
-    ddof = correction if _given(correction) else ddof
-    return _deviation("np.std", a, axis, dtype, ddof, keepdims, True, where, mean)
-
-
-def _deviation(
-    name: str, a: Any, axis: Any, dtype: Any, ddof: Any, keepdims: Any, root: bool, where: Any, mean: Any
-) -> Any:
-    complex_or_not = dtype is None or np.dtype(dtype).kind == "c" or a.dtype.kind != "c"
-    if dtype is not None and (np.dtype(dtype).kind in "biu" or not complex_or_not):
-        options = {"axis": axis, "dtype": dtype, "ddof": ddof, "keepdims": keepdims, "where": where, "mean": mean}
+def _deviation(fun: Any, root: bool) -> None:
+    @implements(fun)
+    def handler(
+        a: Any,
+        axis: Any = None,
+        dtype: Any = None,
+        out: Any = None,
+        ddof: Any = 0,
+        keepdims: Any = _MISSING,
+        *,
+        correction: Any = _MISSING,
+        where: Any = _MISSING,
+        mean: Any = _MISSING,
+    ) -> Any:
+        ddof = ddof if _or_none(correction) is None else correction
+        options = {"axis": axis, "dtype": dtype, "keepdims": keepdims, "where": where, "mean": mean}
         given = {name: option for name, option in options.items() if option is not _MISSING}
-        return whole(np.std if root else np.var, (a,), given)
-    if where is _MISSING and mean is _MISSING:
-        return reduced(name, _variance, a, axis, keepdims, dtype, ddof, root)
-    keep = keepdims is not _MISSING and bool(keepdims)
-    mask = {} if where is _MISSING else {"where": where}
-    if mean is _MISSING:
+        kind = "" if dtype is None else np.dtype(dtype).kind
+        if kind and (kind in "biu" or (a.dtype.kind == "c" and kind != "c")):
+            return whole(fun, (a,), {**given, "ddof": ddof})
+        if where is _MISSING and mean is _MISSING:
+            return reduced(name_of(fun), _variance, a, axis, keepdims, dtype, ddof, root)
+        variance = _composed_variance(a, ddof, **given)
+        return np.sqrt(variance) if root else variance
+
+
+_deviation(np.var, root=False)
+_deviation(np.std, root=True)
+
+
+def _composed_variance(
+    a: Any, ddof: Any, axis: Any, dtype: Any, keepdims: Any = False, mean: Any = None, **mask: Any
+) -> Any:
+    """The variance of the entries of a mask, around a given mean. mask: `where`, if there is one."""
+    if mean is None:
         mean = np.mean(a, axis=axis, dtype=dtype, keepdims=True, **mask)
-    ones = np.ones_like(a, dtype=mean.dtype)
     apart = np.square(np.abs((a if dtype is None else a.astype(dtype)) - mean))
-    count = np.sum(ones.real, axis=axis, keepdims=keep, **mask) - ddof
-    variance = np.sum(apart, axis=axis, keepdims=keep, **mask) / np.maximum(count, 0)
-    variance = variance.astype(apart.dtype)
-    return np.sqrt(variance) if root else variance
+    ones = np.ones_like(a, dtype=mean.dtype).real
+    count = np.sum(ones, axis=axis, keepdims=bool(keepdims), **mask) - ddof
+    total = np.sum(apart, axis=axis, keepdims=bool(keepdims), **mask)
+    return (total / np.maximum(count, 0)).astype(apart.dtype)
 
 
-@implements(np.argmax)
-def argmax(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING):
-    return reduced("np.argmax", _place, a, axis, keepdims, "argmax")
+def _placed(fun: Any, how: str) -> None:
+    @implements(fun)
+    def handler(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING) -> Any:
+        where = name_of(fun)
+        if axis is not None and np.ndim(axis):
+            raise LayoutError.at(where, argument="axis", got=str(axis), need="one dimension, or None", mend="axis=0")
+        if not math.prod(a.shape[d] for d in dims_of(where, axis, len(a.shape))):
+            raise LayoutError.at(
+                where, got=describe(global_of(a)), need="an entry to choose", mend="ask for x.size first"
+            )
+        return reduced(where, _place, a, axis, keepdims, how)
 
 
-@implements(np.argmin)
-def argmin(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING):
-    return reduced("np.argmin", _place, a, axis, keepdims, "argmin")
+_placed(np.argmax, "argmax")
+_placed(np.argmin, "argmin")
 
 
 @implements(np.ptp)
 def ptp(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING):
-    return np_max(a, axis, keepdims=keepdims) - np_min(a, axis, keepdims=keepdims)
+    return np.max(a, axis, keepdims=keepdims) - np.min(a, axis, keepdims=keepdims)
 
 
 def _of_ufunc(ufunc: np.ufunc, function: Any) -> None:

@@ -11,7 +11,17 @@ import numpy as np
 
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.along import moved_spec
-from spmd.global_ops.call import Arguments, as_spec, dims_of, global_value, names_of, on_blocks
+from spmd.global_ops.call import (
+    Arguments,
+    as_spec,
+    dims_of,
+    global_of,
+    global_value,
+    layout_by,
+    names_of,
+    on_blocks,
+    spec_of,
+)
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P, block_sizes, offsets
@@ -24,14 +34,7 @@ __all__ = ["permuted"]
 
 def _split(x: Any) -> list[tuple[str, ...]]:
     """The axes that split each dimension, as x goes to a map."""
-    value = global_value(x)
-    assert value is not None
-    names = names_of(as_spec(x))
-    return [*names, *[()] * (value.ndim - len(names))]
-
-
-def _spec(split: Sequence[Sequence[str]]) -> P:
-    return P(*(tuple(names) or None for names in split))
+    return names_of(as_spec(x), global_of(x).ndim)
 
 
 def _transposing(order: tuple[int, ...]) -> Callable[..., Any]:
@@ -40,11 +43,9 @@ def _transposing(order: tuple[int, ...]) -> Callable[..., Any]:
 
 def permuted(where: str, x: Any, order: Sequence[int]) -> Any:
     """x with its dimensions in this order."""
-    value = global_value(x)
-    assert value is not None
     split = _split(x)
-    out = _spec([split[d] for d in order])
-    return on_blocks(where, _transposing, (tuple(order),), [x], [as_spec(x)], out, value.mesh)
+    out = spec_of(split[d] for d in order)
+    return on_blocks(where, _transposing, (tuple(order),), [x], [as_spec(x)], out, global_of(x).mesh)
 
 
 def _ndim(x: Any) -> int:
@@ -100,17 +101,11 @@ def squeeze(a: Any, axis: Any = None) -> Any:
     dims = ones if axis is None else [*dims_of("np.squeeze", axis, _ndim(a))]
     if not set(dims) <= set(ones):
         raise ValueError("cannot select an axis to squeeze out which has size not equal to one")
-    if any(_split(a)[d] for d in dims):
-        spec = moved_spec(as_spec(a), a.shape, dims)
-        if spec is None:
-            return whole(np.squeeze, (a,), {"axis": tuple(dims)})
-    else:
-        spec = as_spec(a)
-    names = [*names_of(spec), *[()] * (_ndim(a) - len(names_of(spec)))]
-    out = _spec([names[d] for d in range(_ndim(a)) if d not in dims])
-    value = global_value(a)
-    assert value is not None
-    return on_blocks("np.squeeze", _squeezing, (tuple(dims),), [a], [spec], out, value.mesh)
+    spec = moved_spec(as_spec(a), a.shape, dims)
+    if spec is None:
+        return whole(np.squeeze, (a,), {"axis": tuple(dims)})
+    out = spec_of(names for d, names in enumerate(names_of(spec, _ndim(a))) if d not in dims)
+    return on_blocks("np.squeeze", _squeezing, (tuple(dims),), [a], [spec], out, global_of(a).mesh)
 
 
 def _squeezing(dims: tuple[int, ...]) -> Callable[..., Any]:
@@ -149,17 +144,15 @@ def roll(a: Any, shift: Any, axis: Any = None) -> Any:
     total = [0] * value.ndim
     for s, d in zip(shifts, axes, strict=True):
         total[normal_axis("np.roll", "axis", d, value.ndim)] += s
-    spec, layout = as_spec(a), value.layout
-    if value.layout.spec is None:
-        layout = value.mesh.layout(value.shape, spec)
+    spec = as_spec(a)
     widths = []
     for n, s in zip(value.shape, total, strict=True):
         s = s % n if n else 0
         s = s - n if 2 * s > n else s  # the shorter way round
         widths.append((s, -s))
     split = _split(a)
-    lengths = tuple(layout.cuts[d] if split[d] else None for d in range(value.ndim))
-    static = (_spec(split), tuple(widths), lengths)
+    lengths = tuple(cut if names else None for cut, names in zip(layout_by(spec, value).cuts, split, strict=True))
+    static = (spec_of(split), tuple(widths), lengths)
     return on_blocks("np.roll", _rolling, static, [a], [spec], spec, value.mesh)
 
 
@@ -183,18 +176,8 @@ def concatenate(
     spec = moved_spec(as_spec(first), first.shape, (d,))
     if spec is None or not isinstance(spec, P):
         return whole(np.concatenate, (arrays,), {"axis": d, **options})
-    arguments = Arguments("np.concatenate", (arrays,), {})
-    specs = [spec] * len(arguments.arrays)
-    static = (arguments.template, d, dtype, casting)
-    return on_blocks("np.concatenate", _joining, static, arguments.arrays, specs, spec, arguments.mesh)
-
-
-def _joining(template: Any, d: int, dtype: Any, casting: Any) -> Callable[..., Any]:
-    def body(*arrays: Any) -> Any:
-        ((parts,), _) = template.filled(arrays)
-        return np.concatenate(parts, axis=d, dtype=dtype, casting=casting)
-
-    return body
+    arguments = Arguments((arrays,), {"axis": d, **options})
+    return arguments.run(np.concatenate, [spec] * len(arguments.arrays), spec)
 
 
 @implements(np.vstack)
@@ -257,8 +240,7 @@ def unstack(x: Any, /, *, axis: int = 0) -> Any:
 @implements(np.reshape)
 def reshape(a: Any, shape: Sequence[int], order: str = "C") -> Any:
     """Where a split dimension does not stay, each worker holds a range of the entries, before and after."""
-    value = global_value(a)
-    assert value is not None
+    value = global_of(a)
     if order != "C":
         return whole(np.reshape, (a, tuple(shape)), {"order": order})
     names, mesh = tuple(n for dim in _split(a) for n in dim), value.mesh
@@ -274,7 +256,9 @@ def reshape(a: Any, shape: Sequence[int], order: str = "C") -> Any:
 def _flat(layout: Layout) -> Layout:
     """The layout of the entries in order, of an array whose rows are split."""
     row = math.prod(layout.shape[1:])
-    return Layout((layout.shape[0] * row,), P(*layout.spec.trimmed), layout.axes, [[n * row for n in layout.cuts[0]]])
+    return Layout(
+        (layout.shape[0] * row,), spec_of(layout.spec.trimmed), layout.axes, [[n * row for n in layout.cuts[0]]]
+    )
 
 
 def _reshaping(flat: tuple[Layout, Layout], row: tuple[int, ...]) -> Callable[..., Any]:

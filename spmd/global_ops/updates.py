@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, check_usable
+from spmd.array import check_usable
 from spmd.autodiff.indexing import At, at
-from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, describe
-from spmd.global_ops.call import as_spec, global_value, on_blocks
+from spmd.global_ops.call import as_spec, global_of, global_value, is_array, layout_by, on_blocks
 from spmd.global_ops.elementwise import elementwise
-from spmd.global_ops.indexing import basic_keys, local_index, packed, unpacked
+from spmd.global_ops.indexing import as_slices, basic_keys, local_index
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
-from spmd.kernels import on_device
 from spmd.layout import Layout, P
 from spmd.map_arguments import move_to_layout
 from spmd.mesh import WORKER
@@ -48,11 +46,11 @@ def changed(x: Any, index: Any, how: str, v: Any) -> Any:
     if keys is None or any(isinstance(k, tuple) and k[2] < 0 for k in keys):
         return _of_whole(x, index, how, v)
     spec = as_spec(x)
-    layout = spec if isinstance(spec, Layout) else value.mesh.layout(value.shape, spec)
     operands, specs, static = [x], [spec], v
-    if isinstance(v, np.ndarray | Array | PartitionedArray) or on_device(v):
+    if is_array(v):
         operands, specs, static = [x, v], [spec, P()], None
-    return on_blocks(f"x.at[i].{how}", _changing, (tuple(keys), layout, how, static), operands, specs, spec, value.mesh)
+    static = (tuple(keys), layout_by(spec, value), how, static)
+    return on_blocks(f"x.at[i].{how}", _changing, static, operands, specs, spec, value.mesh)
 
 
 def _changing(keys: tuple[Any, ...], layout: Layout, how: str, static: Any) -> Callable[..., Any]:
@@ -68,25 +66,20 @@ def _changing(keys: tuple[Any, ...], layout: Layout, how: str, static: Any) -> C
             # All workers do the same to it, also those that need nothing of it: its gradient is a sum over them.
             v = varying(values[0], layout.spec.axes) if layout.spec.axes else values[0]
             v = np.expand_dims(np.broadcast_to(v, lengths), items)[_parts(keys, box)]
-        return getattr(at(x)[_local(keys, box)], how)(v)
+        return getattr(at(x)[local_index(as_slices(keys), box)], how)(v)
 
     return body
-
-
-def _local(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
-    """The index into a block, with slices of length 1 or 0 for items."""
-    return local_index([(k, k + 1, 1) if isinstance(k, int) else k for k in keys], box)
 
 
 def _parts(keys: Sequence[Any], box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
     """The part of the entries of an index that lies in a box."""
     parts, d = [], 0
-    for k in keys:
+    for k in as_slices(keys):
         if k is None:
             parts.append(slice(None))
             continue
         (start, stop), d = box[d], d + 1
-        first, last, step = (k, k + 1, 1) if isinstance(k, int) else k
+        first, last, step = k
         before = len(range(first, min(start, last), step))
         parts.append(slice(before, before + len(range(first + before * step, min(stop, last), step))))
     return tuple(parts)
@@ -113,14 +106,13 @@ _masked.__name__ = "x.at[mask]"
 
 
 def _of_whole(x: Any, index: Any, how: str, v: Any) -> Any:
-    value = global_value(x)
-    assert value is not None
-    result = whole(_change, (x, packed(index), how, v), {})
+    value = global_of(x)
+    result = whole(_change, (x, index, how, v), {})
     return move_to_layout(result, value.mesh.layout(value.shape, P()), value.layout, value.mesh)
 
 
 def _change(x: Any, index: Any, how: str, v: Any) -> Any:
-    return getattr(at(x)[unpacked(index)], how)(v)
+    return getattr(at(x)[index], how)(v)
 
 
 _change.__name__ = "x.at[i]"
