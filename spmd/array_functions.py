@@ -174,7 +174,7 @@ def _plain(option: Any) -> Any:
 def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> PartitionedArray:
     """np.sum over dimensions of the global array."""
     x = a
-    keepdims = keepdims is True
+    keepdims = keepdims is not np._NoValue and bool(keepdims)  # type: ignore[attr-defined]
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     plain = all(option in (None, True, np._NoValue) for option in map(_plain, options.values()))
     if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
