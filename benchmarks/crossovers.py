@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from mpi4py import MPI
@@ -44,16 +45,6 @@ THRESHOLDS = {
 
 
 @contextmanager
-def threshold(name: str, nbytes: int) -> Iterator[None]:
-    before = getattr(choice, name)
-    setattr(choice, name, nbytes)
-    try:
-        yield
-    finally:
-        setattr(choice, name, before)
-
-
-@contextmanager
 def algorithm(kind: str, name: str) -> Iterator[None]:
     choice.forced(kind, name)
     try:
@@ -68,8 +59,8 @@ def ways(kind: str, n: int, nbytes: int, per_host: int) -> dict[str, tuple[Calla
         name = THRESHOLDS[kind]
         small = (nbytes if kind in ("all_gather", "gather", "broadcast") else nbytes // n) <= getattr(choice, name)
         return {
-            "as small": (lambda: threshold(name, 1 << 40), small),
-            "as large": (lambda: threshold(name, 0), not small),
+            "as small": (lambda: patch.object(choice, name, 1 << 40), small),
+            "as large": (lambda: patch.object(choice, name, 0), not small),
         }
     names = REDUCTIONS[kind]
     used = getattr(choice, kind)(n, nbytes)

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 import spmd
 from spmd import P
+
+
+class quietly(warnings.catch_warnings):
+    """Without the warnings of functions of no entries."""
+
+    def __enter__(self):
+        self.state = np.errstate(all="ignore")
+        self.state.__enter__()
+        super().__enter__()
+        warnings.simplefilter("ignore")
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.state.__exit__(*error)
+
+
+def outcome(f: Callable, *args: Any) -> tuple[Any, Exception | None]:
+    with quietly():
+        try:
+            return f(*args), None
+        except Exception as error:
+            return None, error
+
+
+def bare(x: Any) -> np.ndarray:
+    return x.numpy() if isinstance(x, spmd.PartitionedArray) else np.asarray(x)
+
 
 SHAPES = [(7,), (6, 5), (1, 4), (0, 3), (4, 3, 5)]
 

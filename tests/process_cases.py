@@ -5,6 +5,7 @@ as `python`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 import time
@@ -12,8 +13,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import PROGRAMS, Ended, launch
+from launch import PROGRAMS, TORCHRUN, Ended, each_mpi, launch
 from mpi_programs import admitting, again, mismatch, timing, verbs
+
+_TORCH = pytest.param(
+    TORCHRUN,
+    id="torchrun",
+    marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
+)
+each_engine = pytest.mark.parametrize("python", [*each_mpi.args[1], _TORCH])
+"""Runs a test with every launcher that is installed."""
 
 
 def ended_well(program: str, *args: str, python: str, **options) -> str:

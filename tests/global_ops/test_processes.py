@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
-import pytest
-from launch import TORCHRUN, each_mpi
-from process_cases import ended_well
-
-TORCH = pytest.param(
-    TORCHRUN,
-    id="torchrun",
-    marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
-)
-each_engine = pytest.mark.parametrize("python", [*each_mpi.args[1], TORCH])
+from launch import launch
+from process_cases import each_engine, ended_well
 
 
 @each_engine
@@ -34,8 +25,6 @@ with spmd.Mesh(x=2):
 
 
 def test_a_collective_function_on_one_process_only_is_an_error(tmp_path):
-    from launch import launch
-
     program = tmp_path / "alone.py"
     program.write_text(ALONE)
     ended = launch(program, n=2, python=sys.executable, timeout=60)

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from global_cases import EVERY, MESHES, SHAPES, SPECS
+from global_cases import EVERY, MESHES, SHAPES, SPECS, bare, outcome
 
 import spmd
 from spmd import P
-
-
-class quietly(warnings.catch_warnings):
-    """Without the warnings of functions of no entries."""
-
-    def __enter__(self):
-        self.state = np.errstate(all="ignore")
-        self.state.__enter__()
-        super().__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *error):
-        super().__exit__(*error)
-        self.state.__exit__(*error)
 
 
 def layouts(shapes, meshes) -> Iterator[tuple[np.ndarray, Any, spmd.Mesh, str]]:
@@ -35,18 +20,6 @@ def layouts(shapes, meshes) -> Iterator[tuple[np.ndarray, Any, spmd.Mesh, str]]:
             for spec in SPECS:
                 if len(spec.dims) <= len(shape):
                     yield a, spec, spmd.Mesh(**axes), f"{shape} by {spec} on {axes}"
-
-
-def outcome(f: Callable, *args: Any) -> tuple[Any, Exception | None]:
-    with quietly():
-        try:
-            return f(*args), None
-        except Exception as error:
-            return None, error
-
-
-def bare(x: Any) -> np.ndarray:
-    return x.numpy() if isinstance(x, spmd.PartitionedArray) else np.asarray(x)
 
 
 def compare_values(function: Callable, shapes, meshes) -> list[str]:

@@ -4,7 +4,6 @@ arrays."""
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +12,9 @@ import spmd
 from spmd import P
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from global_cases import EVERY
+from global_cases import EVERY, bare, outcome
 
 SPECS = [P("x"), P(None, "y"), P("y", "x"), P(("x", "y"))]
-
-
-def outcome(f, *args):
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        try:
-            return f(*args), None
-        except Exception as error:
-            return None, error
-
-
-def bare(x):
-    return x.numpy() if isinstance(x, spmd.PartitionedArray) else np.asarray(x)
 
 
 def main() -> list[str]:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import numpy as np
 import pytest
-from launch import PROGRAMS, TORCHRUN, each_mpi, launch
+from launch import PROGRAMS, each_mpi, launch
 from mpi_programs import again, mismatch
-from process_cases import ended_well, of_virtual_workers
-
-TORCH = pytest.param(
-    TORCHRUN,
-    id="torchrun",
-    marks=[pytest.mark.torch, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")],
-)
-each_engine = pytest.mark.parametrize("python", [*each_mpi.args[1], TORCH])
+from process_cases import each_engine, ended_well, of_virtual_workers
 
 
 def by_messages(program: str, *args: str, python: str, per_host: int = 0, **options) -> str:
