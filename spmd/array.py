@@ -19,12 +19,11 @@ from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
-from spmd.mesh import WORKER, Mesh, Worker
-from spmd.operators.memo import interned
-from spmd.operators.repartition import Repartition
+from spmd.mesh import WORKER, Mesh
 from spmd.ownership import owned
+from spmd.resharding import moved_blocks
+from spmd.settings import setting
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import Call
 from spmd.transport.handles import read_only
 
 __all__ = [
@@ -52,7 +51,7 @@ class PartitionedArray:
     (collective under MPI). `np.asarray(x)` does so if this process holds all blocks.
     """
 
-    __slots__ = ("__weakref__", "blocks", "compared", "dtype", "layout", "mesh")
+    __slots__ = ("__weakref__", "_reduced", "blocks", "compared", "dtype", "layout", "mesh")
     __array_priority__ = 500.0
 
     def __init__(self, blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh):
@@ -60,6 +59,7 @@ class PartitionedArray:
         self.layout = layout
         self.mesh = mesh
         self.dtype = next(iter(self.blocks.values())).dtype
+        self._reduced: PartitionedArray | None = None
         self.compared: bool | None = None
         """Whether shape and copies agree on all processes, by a comparison or because a collective made them. False for
         arrays of bare data, None for arrays computed from other global arrays."""
@@ -67,7 +67,7 @@ class PartitionedArray:
     def __copy__(self) -> PartitionedArray:
         """Another array with the same blocks, which survive if this array is donated."""
         copy = object.__new__(type(self))
-        for name in ("blocks", "compared", "dtype", "layout", "mesh"):
+        for name in ("_reduced", "blocks", "compared", "dtype", "layout", "mesh"):
             setattr(copy, name, getattr(self, name))
         if self.blocks is not DONATED:
             copy.blocks = dict(self.blocks)
@@ -94,6 +94,15 @@ class PartitionedArray:
         return self.layout if self.layout.spec is None else self.layout.spec
 
     @property
+    def reduced(self) -> PartitionedArray:
+        """The same array without unreduced axes: the sums over them are taken once, and kept. Collective then."""
+        if not self.layout.unreduced:
+            return self
+        if self._reduced is None:
+            self._reduced = relayout(self, self.layout.reduced)
+        return self._reduced
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 
@@ -113,7 +122,9 @@ class PartitionedArray:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process holds every block."""
+        """Whether this process holds every block, and all parts of a sum."""
+        if self.layout.unreduced:
+            return len(self.blocks) == self.mesh.size
         positions = {self.layout.positions(w) for w in self.blocks} - {None}
         return len(positions) == math.prod(len(c) for c in self.layout.cuts)
 
@@ -128,7 +139,7 @@ class PartitionedArray:
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
         ]
-        return self if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
+        return self.reduced if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
 
     def gathered(self) -> Any:
         """The whole array as one array, on the device if the blocks are there. Collective under MPI."""
@@ -138,6 +149,8 @@ class PartitionedArray:
         return self.mesh.places.own(block, w)
 
     def _assembled(self) -> np.ndarray:
+        if self.layout.unreduced:
+            return self.reduced._assembled()
         blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
         first = next(iter(blocks.values()))
         if first.shape == self.shape:
@@ -184,6 +197,8 @@ class PartitionedArray:
 
     def _block(self, where: str) -> Any:
         check_usable(where, self)
+        if self.layout.unreduced:
+            return self.reduced._block(where)
         whole = next((b for b in self.blocks.values() if b.shape == self.shape), None)
         if whole is None:
             raise LayoutError.at(
@@ -204,6 +219,8 @@ class PartitionedArray:
 
     def _number(self, kind: str) -> np.ndarray:
         check_usable(f"{kind}()", self)
+        if self.layout.unreduced:
+            return self.reduced._number(kind)
         if self.size != 1 or not self.is_here:
             raise LayoutError.at(
                 f"{kind}()",
@@ -238,6 +255,8 @@ class PartitionedArray:
 
     def __spmd_search__(self, find: Callable[[np.ndarray], Any]) -> Any:
         """The first hit of `find` in the blocks, (index, entry, count), by its index in the whole. Collective."""
+        if self.layout.unreduced:
+            return self.reduced.__spmd_search__(find)
         own = {w: find(b) if self.layout.owners[w] == w else None for w, b in self.blocks.items()}
         hits = {w: hit for w, hit in sorted(self.mesh.transport.share(own).items()) if hit is not None}
         for w, (index, entry, _) in hits.items():
@@ -249,8 +268,11 @@ class PartitionedArray:
         return [] if self.blocks is DONATED else [block for _, block in sorted(self.blocks.items())]
 
     def __str__(self) -> str:
-        if WORKER.get() is None and self.blocks is not DONATED and self.is_here:
-            return str(self._assembled())
+        """The entries, which takes all processes: collective, as `x.numpy()`. In a body, and of more than
+        SPMD_GATHER_LIMIT, a description."""
+        usable = WORKER.get() is None and self.blocks is not DONATED
+        if usable and (self.is_here or self.nbytes <= setting("SPMD_GATHER_LIMIT") << 20):
+            return str(self.numpy())
         return f"<{describe(self)} on {self.mesh}{self._donated_note}>"
 
     def __format__(self, spec: str) -> str:
@@ -290,10 +312,11 @@ class PartitionedArray:
     def astype(self, dtype, order="K", casting="unsafe", subok=True, copy=True) -> PartitionedArray:
         if not np.can_cast(self.dtype, dtype, casting):  # type: ignore[arg-type]
             raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
-        return self.on_blocks(lambda b: b.astype(dtype))
+        x = self if self.dtype == dtype else self.reduced
+        return x.on_blocks(lambda b: b.astype(dtype))
 
     def on_blocks(self, f: Callable[[np.ndarray], np.ndarray]) -> PartitionedArray:
-        """Apply f to every distinct block."""
+        """Apply f to every distinct block; of an unreduced array to the parts of the sum."""
         done: dict[int, np.ndarray] = {}
         blocks = {}
         for w, b in self.blocks.items():
@@ -461,13 +484,6 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """The same array in another layout. Each worker sends the parts of its block that others need. Collective."""
     if layout == x.layout:
         return x
-    op = interned(Repartition, tuple(x.mesh.axes), x.layout, layout)
-
-    def body(worker: Worker):
-        block = worker.comm.given(x.blocks[worker.index])
-        call = Call(
-            "relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", same_shape=op.same_shape
-        )
-        return op.start(worker.comm, worker.group(op.axes), block, call).wait()[0]
-
-    return share_copies(x.mesh.run(body).results, layout, x.mesh)
+    if x._reduced is not None:
+        return relayout(x._reduced, layout)
+    return share_copies(moved_blocks(x.blocks, x.layout, layout, x.mesh), layout, x.mesh)

@@ -22,13 +22,11 @@ from spmd.array import (
 )
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
-from spmd.device import contiguous
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, P
-from spmd.mesh import Mesh, Worker
+from spmd.mesh import Mesh
 from spmd.operators.splitting import normal_axis
-from spmd.transport.call import Call
 
 _OPERANDS = {PartitionedArray, int, float, complex, bool}
 
@@ -56,7 +54,14 @@ def _blockwise(ufunc, inputs, kwargs):
                 mend="spmd.put(x.numpy(), spec, mesh)",
             )
     shape = broadcast_shape(where, inputs)
-    layout = joint_layout(arrays, shape)
+    layout = None
+    if any(a.layout.unreduced for a in arrays):
+        layout = _layout_of_sums(ufunc, inputs, arrays, shape)
+        if layout is None:
+            inputs = [x.reduced if type(x) is PartitionedArray else x for x in inputs]
+            arrays = [x for x in inputs if type(x) is PartitionedArray]
+    if layout is None:
+        layout = joint_layout(arrays, shape)
     if layout is not arrays[0].layout or len(arrays) > 1:
         inputs = [_for_blocks(x, layout) if type(x) is PartitionedArray else x for x in inputs]
 
@@ -69,6 +74,32 @@ def _blockwise(ufunc, inputs, kwargs):
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
+
+
+_SUMS = {np.add, np.subtract}
+_SIGNS = {np.negative, np.positive, np.conjugate}
+
+
+def _layout_of_sums(
+    ufunc: np.ufunc, inputs: Sequence[Any], arrays: Sequence[PartitionedArray], shape: tuple[int, ...]
+) -> Layout | None:
+    """The layout of a result that stays the sum of what workers hold along some axes; None where it does not: the
+    operands are reduced first. It stays for sums and differences of arrays that lie alike, for what is scaled by a
+    value that is the same along these axes, and for changes of sign, none of which may change the dtype."""
+    first = arrays[0].layout
+    if ufunc in _SIGNS:
+        return first
+    same_dtype = np.result_type(*(x.dtype if type(x) is PartitionedArray else x for x in inputs))
+    if ufunc in _SUMS:
+        alike = len(arrays) == len(inputs) and all(a.layout == first and a.dtype == same_dtype for a in arrays)
+        return first if alike else None
+    sums = [x for x in inputs if type(x) is PartitionedArray and x.layout.unreduced]
+    scales = ufunc is np.multiply or (ufunc is np.divide and sums[0] is inputs[0])
+    if not scales or len(sums) > 1 or sums[0].dtype != same_dtype or (ufunc is np.divide and same_dtype.kind in "biu"):
+        return None
+    names = sums[0].layout.unreduced
+    layout = _joint_layout(tuple(a.layout.reduced for a in arrays), shape)
+    return None if layout is None or names & layout.varying else layout.with_unreduced(names)
 
 
 def broadcast_shape(where: str, operands: Sequence[Any]) -> tuple[int, ...]:
@@ -87,13 +118,13 @@ def broadcast_shape(where: str, operands: Sequence[Any]) -> tuple[int, ...]:
 def joint_layout(arrays: Sequence[PartitionedArray], shape: tuple[int, ...]) -> Layout:
     """The layout of a result of operands that broadcast to a shape: what splits any of them splits it. Where they are
     split differently it is the layout of the largest that can have it."""
-    first = arrays[0].layout
-    if first.shape == shape and all(a.layout == first for a in arrays):
+    layouts = [a.layout.reduced for a in arrays]
+    first = layouts[0]
+    if first.shape == shape and all(layout == first for layout in layouts):
         return first
-    layout = _joint_layout(tuple(a.layout for a in arrays), shape)
-    by_size = sorted(arrays, key=lambda a: -a.size)
-    for a in () if layout is not None else by_size:
-        layout = layout or _joint_layout((a.layout,), shape)
+    layout = _joint_layout(tuple(layouts), shape)
+    for each in () if layout is not None else sorted(layouts, key=lambda each: -math.prod(each.shape)):
+        layout = layout or _joint_layout((each,), shape)
     return layout or arrays[0].mesh.layout(shape, P())
 
 
@@ -120,9 +151,13 @@ def part_layout(shape: tuple[int, ...], layout: Layout) -> Layout:
 
 def _for_blocks(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """x as it lies if each worker has the part that its block of a result needs, else laid out anew."""
-    if x.layout is layout or _joint_layout((x.layout, layout), layout.shape) == layout:
+    if x.layout is layout:
         return x
-    return relayout(x, part_layout(x.shape, layout))
+    if x.layout.unreduced - layout.unreduced:
+        x = x.reduced
+    if _joint_layout((x.layout.reduced, layout.reduced), layout.shape) == layout.reduced:
+        return x
+    return relayout(x, part_layout(x.shape, layout.reduced))
 
 
 @lru_cache(maxsize=1024)
@@ -180,28 +215,24 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
         return MAPPED[np.sum](x, axis, dtype, None, keepdims, **options)
     summed = sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
-    if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
-        x = relayout(x, x.mesh.layout((), P()))
     if x.layout.spec is None and len(summed) < x.ndim:
         x = relayout(x, x.mesh.layout(x.shape, split_names(x.shape, x.mesh, tuple(x.mesh.axes), summed)))
+    if x.layout.unreduced and np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype != x.dtype:
+        x = x.reduced
     split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
-    axes = tuple(n for n in x.mesh.axes if any(n in split[d] for d in summed))
-
-    def body(worker: Worker):
-        block = worker.comm.given(x.blocks[worker.index])
-        part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
-        if not axes:
-            return part
-        call = Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
-        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
-
+    added = {n for d in summed for n in split[d] if x.mesh.axes[n] > 1} | x.layout.unreduced
     kept_dims = [d for d in range(x.ndim) if d not in summed]
     result_dims = range(x.ndim) if keepdims else kept_dims
-    spec = P(*(split[d] if d in kept_dims else None for d in result_dims))
+    spec = P(*(split[d] if d in kept_dims else None for d in result_dims), unreduced=added)
     shape = [x.shape[d] if d in kept_dims else 1 for d in result_dims]
     cuts = [x.layout.cuts[d] if d in kept_dims else None for d in result_dims]
-    results = x.mesh.run(body).results
-    return share_copies({w: as_block(b) for w, b in results.items()}, Layout(shape, spec, x.mesh.axes, cuts), x.mesh)
+    layout, mesh = Layout(shape, spec, x.mesh.axes, cuts), x.mesh
+
+    def block(w: int) -> np.ndarray:
+        with device_of_worker(mesh, w):
+            return as_block(np.sum(x.blocks[w], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
+
+    return PartitionedArray(mesh.shared(layout, block), layout, mesh)
 
 
 @implements(np.broadcast_to)
@@ -210,6 +241,8 @@ def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArr
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
     layout = joint_layout([x], tuple(shape))
+    if x.layout.unreduced:
+        layout = layout.with_unreduced(x.layout.unreduced)
     x = _for_blocks(x, layout)
     return share_copies({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
@@ -224,7 +257,7 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
     shape = [sum(c) for c in cuts]
     if layout.spec is None:
         return Layout.grid(shape, [len(c) for c in cuts], layout.axes, layout.workers, cuts)
-    return Layout(shape, P(*dims), layout.axes, cuts)
+    return Layout(shape, P(*dims, unreduced=layout.unreduced), layout.axes, cuts)
 
 
 @implements(np.expand_dims)
@@ -251,7 +284,9 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
             need="arrays of one shape",
             mend="np.broadcast_to(x, shape) first",
         )
-    layout = joint_layout(global_arrays, shape)
+    layout = global_arrays[0].layout
+    if len(global_arrays) < len(arrays) or any((a.layout, a.dtype) != (layout, arrays[0].dtype) for a in arrays):
+        layout = joint_layout(global_arrays, shape)
     arrays = [_for_blocks(a, layout) if type(a) is PartitionedArray else a for a in arrays]
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
     stacked = _with_whole(layout, {d: len(arrays)})
@@ -298,7 +333,7 @@ def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArr
             if spec is not None:
                 dims[e] = spec.dims[d]
     if spec is not None:
-        layout = Layout(new_shape, P(*dims), x.mesh.axes, cuts)
+        layout = Layout(new_shape, P(*dims, unreduced=spec.unreduced), x.mesh.axes, cuts)
     else:
         layout = Layout.grid(new_shape, [len(cut) for cut in cuts], x.mesh.axes, workers, cuts, copies=x.layout.copies)
     return share_copies({w: b.reshape(layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
@@ -321,16 +356,14 @@ def _like_function(make):
                 need="one number",
                 mend="np.zeros_like(x) + values",
             )
-        new_block = lambda b, **shape: make(b, *number, dtype=dtype, **options, **shape)
         shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
-        if shape == x.shape:
-            return x.on_blocks(new_block)
-        layout = x.mesh.layout(shape, P())
-        blocks = {}
-        for w, b in x.blocks.items():
+        layout = x.layout.reduced if shape == x.shape else x.mesh.layout(shape, P())
+
+        def block(w: int) -> np.ndarray:
             with device_of_worker(x.mesh, w):
-                blocks[w] = as_block(new_block(b, shape=shape))
-        return share_copies(blocks, layout, x.mesh)
+                return as_block(make(x.blocks[w], *number, dtype=dtype, shape=layout.block_shape(w), **options))
+
+        return PartitionedArray(x.mesh.shared(layout, block), layout, x.mesh)
 
     return like
 

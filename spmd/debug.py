@@ -18,6 +18,7 @@ from spmd.autodiff.tracer import Array
 from spmd.device import contiguous, to_host
 from spmd.errors import MeshError, NonFiniteError, ReplicaError, caller, source_line
 from spmd.mesh import WORKER
+from spmd.resharding import SHOWN
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
@@ -27,7 +28,11 @@ __all__ = ["debug"]
 
 @api_boundary
 def debug(
-    *, mutation: bool | None = None, nans: bool | str | None = None, replicas: bool | None = None
+    *,
+    mutation: bool | None = None,
+    nans: bool | str | None = None,
+    replicas: bool | None = None,
+    reshards: bool | None = None,
 ) -> _GeneratorContextManager[None]:
     """Expensive checks for the code inside the block; also a decorator.
 
@@ -48,6 +53,9 @@ def debug(
     forever. Put that into `at_root`, or use bare data, `spmd.block(x)`. Raises ReplicaError at the first difference,
     with the line, two workers and the first differing index. Costs a small message per result.
 
+    reshards: print, to standard error, each global array that is laid out anew: the line, the layouts, the operators
+    that do it, and how many messages and bytes all workers send for it.
+
         with spmd.debug(mutation=True):
             value, pull = spmd.vjp(f, x)
             x += 1          # f(x) was recorded with the old x
@@ -58,12 +66,17 @@ def debug(
             "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
         )
     kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
-    return _debugging(mutation, kinds, replicas)
+    return _debugging(mutation, kinds, replicas, reshards)
 
 
 @contextmanager
-def _debugging(mutation: bool | None, kinds: str | None, replicas: bool | None) -> Iterator[None]:
-    settings: list[tuple[ContextVar[Any], Any]] = [(WATCHING, mutation), (FINITE, kinds), (REPLICAS, replicas)]
+def _debugging(
+    mutation: bool | None, kinds: str | None, replicas: bool | None, reshards: bool | None
+) -> Iterator[None]:
+    settings: list[tuple[ContextVar[Any], Any]] = [
+        *((WATCHING, mutation), (FINITE, kinds)),
+        *((REPLICAS, replicas), (SHOWN, reshards)),
+    ]
     tokens = [(variable, variable.set(value)) for variable, value in settings if value is not None]
     checks_arrays = bool(kinds or replicas)
     _count_checks(checks_arrays)

@@ -136,7 +136,8 @@ def _inner_outside(a, b):
         return to_host(np.vdot(_wide(a), _wide(b)))[()]
     if type(b) is not PartitionedArray:
         b = put(b, a.spec, a.mesh)
-    a, b = _wide(a), _wide(relayout(b, a.layout))
+    a = _wide(a.reduced)
+    b = _wide(relayout(b, a.layout))
     axes = tuple(a.mesh.axes)
 
     def body(worker: Worker):

@@ -14,7 +14,7 @@ from spmd.autodiff.staging.program import Built
 from spmd.autodiff.staging.recorder import Program, slot_of
 from spmd.autodiff.tracer import Array
 from spmd.errors import caller
-from spmd.map_arguments import MapArgument, cotangent_input
+from spmd.map_arguments import MapArgument, cotangent_input, cotangent_layout
 from spmd.map_results import BodyResults
 from spmd.mesh import Mesh
 from spmd.spec_trees import Leaf
@@ -67,7 +67,7 @@ def cotangents_of(mesh: Mesh, outs: list, gs: list) -> list[MapArgument]:
         g = gs[k]
         if g is None:
             blocks = {w: np.zeros_like(b) for w, b in outs[k].blocks.items()}
-            g = PartitionedArray(blocks, outs[k].layout, mesh)
+            g = PartitionedArray(blocks, cotangent_layout(outs[k].layout), mesh)
         cotangent = cotangent_input(mesh, outs[k], g)
         assert cotangent is not None
         assert cotangent.blocks is not None

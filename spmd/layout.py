@@ -1,18 +1,19 @@
-"""Partition specs, and layouts: which box of a global array each worker of a mesh holds. Integers only."""
+"""Layouts: which box of a global array each worker of a mesh holds. Integers only."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
-from spmd.errors import LayoutError, SpecError, nearest
+from spmd.errors import LayoutError, SpecError
 from spmd.layout_arguments import checked_axes, checked_copies, checked_integers
 from spmd.layout_picture import BlockGrids
-from spmd.tracebacks import api_boundary, shorten
+from spmd.spec import P
+from spmd.tracebacks import api_boundary
 
 __all__ = ["Layout", "P", "Spec", "block_bounds", "block_sizes", "offsets"]
 
@@ -48,119 +49,6 @@ def block_bounds(n: int, parts: int | Sequence[int], index: int) -> tuple[int, i
     return at[index], at[index + 1]
 
 
-@lru_cache(maxsize=1024)
-def _spec(kind: type[P], dims: tuple[Any, ...]) -> P:
-    """The spec of these dimensions. Equal specs are one object in most cases."""
-    for d, names in enumerate(dims):
-        if not (names is None or isinstance(names, str | tuple | list) and all(isinstance(n, str) for n in names)):
-            raise SpecError.at(
-                "spmd.P",
-                argument=f"dimension {d}",
-                got=repr(dims[d]),
-                need="an axis name, a tuple of axis names, or None",
-                mend='write P("x"), P(("x", "y")) or P(None, "x")',
-            )
-    split = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in dims)
-    axes = tuple(n for d in split for n in d)
-    repeated = sorted({n for n in axes if axes.count(n) > 1})
-    if repeated:
-        raise SpecError.at(
-            "spmd.P",
-            argument=_shown(split),
-            got=f"axis {repeated[0]!r} more than once",
-            need="each axis at most once: it can split one dimension only",
-            mend="split the other dimension over another axis, or leave it whole (None)",
-        )
-    whole = next((k for k, d in enumerate(reversed(split)) if d), len(split))
-    spec = object.__new__(kind)
-    trimmed = split[: len(split) - whole]
-    parsed = {"dims": split, "axes": axes, "varying": frozenset(axes), "trimmed": trimmed, "_hash": hash(trimmed)}
-    for name, value in parsed.items():
-        object.__setattr__(spec, name, value)
-    return spec
-
-
-def _shown(split: tuple[tuple[str, ...], ...]) -> str:
-    return f"P({', '.join('None' if not d else repr(d[0]) if len(d) == 1 else repr(d) for d in split)})"
-
-
-class P:
-    """A partition spec: the mesh axes that split each dimension.
-
-    `P("x", None)`: axis x splits dimension 0, dimension 1 is whole. `P(("x", "y"))`: axis x splits dimension 0, and
-    axis y splits each of its blocks. Dimensions that are not named are whole. Along axes that are not named workers
-    hold copies.
-    """
-
-    __slots__ = ("_hash", "axes", "dims", "trimmed", "varying")
-
-    _hash: int
-    dims: tuple[tuple[str, ...], ...]
-    axes: tuple[str, ...]
-    """The axes that split something, in the order of the dimensions."""
-    varying: frozenset[str]
-    """The axes along which workers hold different values: the same set."""
-    trimmed: tuple[tuple[str, ...], ...]
-    """The dimensions without trailing whole ones, by which specs are compared."""
-
-    def __new__(cls, *dims: str | Sequence[str] | None) -> P:
-        try:
-            return _spec(cls, dims)
-        except TypeError:  # lists
-            return api_boundary(_spec.__wrapped__)(cls, dims)
-        except SpecError as error:
-            shorten(error)
-            raise
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{self} does not change: make another spec")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{self} does not change: make another spec")
-
-    def __reduce__(self) -> tuple[type[P], tuple[tuple[str, ...], ...]]:
-        return type(self), self.dims
-
-    def __len__(self) -> int:
-        return len(self.dims)
-
-    def __iter__(self) -> Iterator[tuple[str, ...]]:
-        return iter(self.dims)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self.trimmed == other.trimmed
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return _shown(self.dims)
-
-    def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise if the spec names unknown axes, or has more entries than the array has dimensions."""
-        unknown = [n for n in self.axes if n not in axes]
-        if unknown:
-            close = nearest(unknown[0], axes, 1)
-            raise SpecError.at(
-                where,
-                argument=argument,
-                got=f"{self}, which names axis {unknown[0]!r}",
-                need=f"axes of the mesh: {', '.join(map(repr, axes)) or 'it has none'}",
-                mend=f"write {close[0]!r}" if close else "name an axis of the mesh, or make a mesh that has this one",
-            )
-        if ndim is not None and len(self.dims) > ndim:
-            raise SpecError.at(
-                where,
-                argument=argument,
-                got=f"{self} for an array of {ndim} dimension{'s' * (ndim != 1)}",
-                need=f"a spec of at most {ndim} entr{'y' if ndim == 1 else 'ies'}"
-                if ndim
-                else "P(): one number is not split",
-                mend="shorten the spec, or give the array the dimensions it names"
-                + ("" if ndim else " (np.asarray makes one array of a list)"),
-            )
-
-
 class Layout:
     """Which box of a global array each worker of a mesh holds.
 
@@ -194,7 +82,7 @@ class Layout:
         if not isinstance(spec, P):
             raise SpecError.at("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
         spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
-        self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)))
+        self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)), unreduced=spec.unreduced)
         self.workers = None
         self.copies = checked_copies(copies)
         self.cuts = self._cut([[self.axes[n] for n in names] for names in self.spec.dims], cuts)
@@ -318,7 +206,21 @@ class Layout:
     @cached_property
     def varying(self) -> frozenset[str]:
         """The axes along which workers hold different values; for a grid all axes."""
-        return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.axes)
+        return frozenset(self.axes if self.spec is None or self.copies == "varying" else self.spec.varying)
+
+    @property
+    def unreduced(self) -> frozenset[str]:
+        """The axes along which workers hold parts of a sum."""
+        return frozenset() if self.spec is None else self.spec.unreduced
+
+    @cached_property
+    def reduced(self) -> Layout:
+        """The layout of the same array after these sums: along the axes that were unreduced lie copies."""
+        return self.with_unreduced(()) if self.unreduced else self
+
+    def with_unreduced(self, names: Iterable[str]) -> Layout:
+        """The same blocks, of an array that is the sum of what lies along these axes."""
+        return Layout(self.shape, P(*self.spec.dims, unreduced=names), self.axes, self.cuts, copies=self.copies)
 
     def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
         """Raise if the layout cannot replace a spec: other axes, other dimensions, or copies that vary."""
@@ -402,9 +304,13 @@ class Layout:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """For each worker the first worker that holds the same value. Copies that vary have no other owner."""
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[Any, int] = {}
         places = [self.positions(w) if self.copies == "invariant" else None for w in range(self.size)]
-        return tuple(w if place is None else first.setdefault(place, w) for w, place in enumerate(places))
+        parts = [[at[n] for n in sorted(self.unreduced)] for at in map(self.coordinates, range(self.size))]
+        return tuple(
+            w if place is None else first.setdefault((place, *part), w)
+            for w, (place, part) in enumerate(zip(places, parts, strict=True))
+        )
 
     @cached_property
     def sharers(self) -> dict[Any, list[list[int]]]:
@@ -446,7 +352,11 @@ class Layout:
         output.
         width: in characters; wider grids are continued below.
         """
-        lies = f"grid {tuple(len(c) for c in self.cuts)}" if self.spec is None else str(P(*self.spec.trimmed))
+        lies = (
+            f"grid {tuple(len(c) for c in self.cuts)}"
+            if self.spec is None
+            else str(P(*self.spec.trimmed, unreduced=self.unreduced))
+        )
         vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
         dims = None if self.spec is None else self.spec.dims
         grids = BlockGrids(self.cuts, dims, self.axes, self.holders)

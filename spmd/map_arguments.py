@@ -174,7 +174,7 @@ class ArgumentSpecs:
             fits = (
                 layout.spec is not None
                 and isinstance(spec, P)
-                and set(spec.axes) <= set(mesh.axes)
+                and spec.varying <= set(mesh.axes)
                 and len(spec.dims) <= len(layout.shape)
                 and layout == mesh.layout(layout.shape, spec)
             )
@@ -213,7 +213,7 @@ class ArgumentSpecs:
         x, spec = leaf.value, leaf.spec
         if spec is None:
             return MapArgument(x)
-        if type(x) in _NUMBERS and isinstance(spec, P):
+        if type(x) in _NUMBERS and isinstance(spec, P) and not spec.unreduced:
             return MapArgument(x, number=True)
         if self.is_laid_out(mesh, x, spec):
             return MapArgument(x, x.blocks, spec)
@@ -290,23 +290,30 @@ def cotangent_input(mesh: Mesh, out: PartitionedArray, g) -> MapArgument | None:
         return None
     original = g
     if not isinstance(g, PartitionedArray):
-        g = put(np.broadcast_to(g if on_device(g) else np.asarray(g), out.shape), out.spec, mesh)
-    return MapArgument(original, relayout(g, out.layout).blocks, out.spec)
+        g = put(np.broadcast_to(g if on_device(g) else np.asarray(g), out.shape), cotangent_layout(out.layout), mesh)
+    return MapArgument(original, relayout(g, cotangent_layout(out.layout)).blocks, out.spec)
+
+
+def cotangent_layout(layout: Any) -> Any:
+    """The layout (or spec) of the cotangent of an array: that of the array, but known to all along unreduced axes, as
+    each part of a sum has the cotangent of the sum."""
+    return layout.reduced
 
 
 def cotangent_for(g, value):
     """A gradient in the form of its argument: laid out like a PartitionedArray, bare for bare data."""
     bare, value = value_of(g), value_of(value)
-    if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout:
+    if type(bare) is type(value) is PartitionedArray and bare.layout is value.layout and not bare.layout.unreduced:
         return g
     layout, target = layout_of(bare), layout_of(value)
+    target = target if target is None else cotangent_layout(target)
     if layout == target:
         return g
     return move_to_layout(g, layout, target, (value if layout is None else bare).mesh, on_device(value))
 
 
 def _move_back(g, _ans, _x, source: Layout | None, target: Layout | None, mesh: Mesh, on_device: bool = False) -> Any:
-    return move_to_layout(g, target, source, mesh, on_device)
+    return move_to_layout(g, layout_of(g), source if source is None else cotangent_layout(source), mesh, on_device)
 
 
 @primitive("relayout", _move_back)

@@ -20,11 +20,13 @@ from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.sanitizers import FINITE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import MeshError
-from spmd.layout import P
-from spmd.map_arguments import cotangent_for, cotangent_input
+from spmd.layout import P, Spec
+from spmd.map_arguments import cotangent_for, cotangent_input, cotangent_layout
 from spmd.map_results import BodyResults, MapResult, joined_leaves, one_structure
 from spmd.mapped_body import MappedBody
 from spmd.mesh import WORKER, Mesh, Worker
+from spmd.operators.reduce import psum
+from spmd.operators.varying import vary
 from spmd.placement import mesh_for
 from spmd.spec_trees import Leaf
 from spmd.state import state_of
@@ -159,12 +161,13 @@ class MapVjp:
         places = [k for k, x in enumerate(stated) if _is_differentiable(x)]
 
         def pull(gs: list):
-            return pullback(
-                [
-                    Array(np.zeros_like(outs[k]), state_of(leaves[k].spec.varying)) if gs[k] is None else gs[k]
-                    for k in places
-                ]
-            )
+            states = [state_of(leaves[k].spec.varying) for k in places]
+            given = [
+                Array(np.zeros_like(outs[k]), state) if gs[k] is None else gs[k]
+                for k, state in zip(places, states, strict=True)
+            ]
+            # Every worker's part of a sum has the cotangent of the sum.
+            return pullback([vary(g, state) for g, state in zip(given, states, strict=True)])
 
         return BodyResults(treedef, [x.path for x in leaves], [x.spec for x in leaves], outs, pull)
 
@@ -178,11 +181,14 @@ class MapVjp:
             assert worker is not None
             pull = self.on_worker(worker, list(arguments), False).pull
             assert pull is not None
-            return pull([cotangents.get(k) for k in range(len(outs))])
+            gs = pull([cotangents.get(k) for k in range(len(outs))])
+            return tuple(_of_first(worker, g, leaves[k].spec) for g, k in zip(gs, self.of, strict=True))
 
-        cotangent_specs = {k: layout_of(outs[k]) for k in places}  # cotangents have the blocks of their results
+        # Cotangents have the blocks of their results.
+        cotangent_specs = {k: cotangent_layout(layout_of(outs[k])) for k in places}
         in_specs = ([x.spec for x in leaves], cotangent_specs)
-        pullback = MappedBody(body, in_specs, tuple(leaves[k].spec for k in self.of), self.mesh, mapped.check)
+        out_specs = tuple(cotangent_layout(leaves[k].spec) for k in self.of)
+        pullback = MappedBody(body, in_specs, out_specs, self.mesh, mapped.check)
         return self.as_arguments(
             apply(pullback, ([x.value for x in leaves], {k: gs[k] for k in places}), {}, pullback.run)
         )
@@ -201,7 +207,7 @@ def value_and_grad(
     check: raises if a result has no gradient. None where two runs are needed: an argument is on no mesh or traced from
     outside, the result is a tree, or non-finite values are searched for.
     """
-    if type(mapped.out_specs) is not P or WORKER.get() is not None or FINITE.get():
+    if type(mapped.out_specs) is not P or mapped.out_specs.unreduced or WORKER.get() is not None or FINITE.get():
         return None
     flat, structures = zip(*[tree.flatten(x, none_is_leaf=True) for x in args], strict=True)
     selected = [x for n in argnums for x in flat[n]]
@@ -235,7 +241,18 @@ def gradients(worker: Worker, of: list[Leaf], gs: Sequence[Any]) -> BodyResults:
     blocks = [as_block(value_of(g)) for g in gs]
     if worker.mesh.places is not None:
         blocks = [worker.mesh.places.moved(b, worker.index) for b in blocks]
-    return BodyResults(None, [f"the gradient of {x.path}" for x in of], [x.spec for x in of], blocks)
+    specs = [cotangent_layout(x.spec) for x in of]
+    return BodyResults(None, [f"the gradient of {x.path}" for x in of], specs, blocks)
+
+
+def _of_first(worker: Worker, g: Any, spec: Spec | None) -> Any:
+    """The gradient of an argument that is unreduced along some axes, of which each worker has a copy, as one value: the
+    copy of the first worker along them."""
+    names = tuple(n for n in worker.mesh.axes if isinstance(spec, P) and n in spec.unreduced)
+    if not names:
+        return g
+    place = worker.mesh.coordinates(worker.index)
+    return psum(g * (1 if all(place[n] == 0 for n in names) else 0), names)
 
 
 def _is_differentiable(x: Any) -> bool:

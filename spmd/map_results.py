@@ -147,6 +147,16 @@ class ResultSpecs:
                 mend=f"spmd.psum(x, {axes}), spmd.mean(x, {axes}) or spmd.all_gather(x, {axes}, "
                 f'to="invariant") make it so; or name {all_of(extra)} in out_specs to keep a block per worker',
             )
+        sums = () if not isinstance(spec, P) else [n for n in worker.mesh.axes if n in spec.unreduced - state.varying]
+        if sums:
+            raise StateError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"{describe(leaf.value)}, promised by out_specs {spec} to be unreduced along {all_of(sums)}",
+                need=f"a part of the sum on each worker along {axes_of(sums)}: the sum of this one value over them "
+                "would count it once for each",
+                mend=f"leave {all_of(sums)} out of unreduced; spmd.pvary(x, {one_or_all(sums)}) if that sum is meant",
+            )
         return state_of(state.varying | spec.varying)
 
     def as_object(self, leaf: Leaf):

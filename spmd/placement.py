@@ -104,9 +104,14 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
-    """The blocks of a whole array for the workers of this process. Copies of a block on one device are one array."""
+    """The blocks of a whole array for the workers of this process. Copies of a block on one device are one array.
+
+    Along unreduced axes the first worker has the block, and the others zeros.
+    """
 
     def block(w: int) -> np.ndarray:
+        if layout.unreduced and any(layout.coordinates(w)[n] for n in layout.unreduced):
+            return owned_on(mesh, np.zeros(layout.block_shape(w), data.dtype), w)
         return owned_on(mesh, data[layout.slices(w)] if data.ndim else _scalar_block(data, layout, w), w)
 
     return mesh.shared(layout, block)

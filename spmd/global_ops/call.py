@@ -149,11 +149,12 @@ def _distinct(x: Any) -> Any:
 
 
 def as_spec(x: Any) -> Spec:
-    """A spec by which an operand goes to a map as it lies. An array on a grid is laid out by a spec first."""
+    """A spec by which an operand goes to a map as it lies. An array on a grid is laid out by a spec first, and sums are
+    taken."""
     value = global_value(x)
     if value is None:
         return P()
-    layout = value.layout
+    layout = value.layout.reduced
     if layout.spec is None:
         return split_names(layout.shape, value.mesh, tuple(value.mesh.axes))
     return layout.spec if layout.balanced else layout

@@ -1,0 +1,252 @@
+"""The way of an array from one layout to another: operators one after the other, of least declared cost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spmd import kernels
+from spmd.errors import caller, source_line
+from spmd.layout import Layout, P
+from spmd.mesh import Mesh, Worker
+from spmd.operators.base import Operator
+from spmd.operators.gather import ReduceScatter
+from spmd.operators.memo import bounded, interned
+from spmd.operators.repartition import Repartition
+from spmd.operators.sums import Sum
+from spmd.transport.call import LEDGERS, Call, Group
+
+__all__ = ["SHOWN", "Step", "moved_blocks", "way"]
+
+SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
+"""Whether arrays that are laid out anew are shown: see `spmd.debug`."""
+
+
+class Step:
+    """Part of a way. source, target: the layouts before and after it."""
+
+    def __init__(self, source: Layout, target: Layout):
+        self.source, self.target = source, target
+
+    axes: tuple[str, ...] = ()
+
+    def operator(self, group: Group) -> Operator | None:
+        """What a worker of this group applies; None: nothing moves."""
+        return None
+
+    def before(self, block: Any) -> Any:
+        """What the operator takes of a block."""
+        return block
+
+    def after(self, worker: int, x: Any) -> Any:
+        """A block of the target, from what the operator gives."""
+        return x
+
+    def run(self, worker: Worker, block: Any) -> Any:
+        group = worker.group(self.axes)
+        op, block = self.operator(group), self.before(block)
+        if op is not None and group.size > 1:
+            call = Call(
+                "relayout",
+                op.axes,
+                block.dtype,
+                block.shape,
+                detail=f"{self.source} to {self.target}",
+                same_shape=op.same_shape,
+            )
+            for log in LEDGERS.get():
+                log.operator(worker.index, type(op).__name__, op.axes)
+            block = op.start(worker.comm, group, block, call).wait()[0]
+        return self.after(worker.index, block)
+
+    def cost(self, mesh: Mesh, dtype: np.dtype) -> tuple[int, int]:
+        """The bytes that all workers send, and the messages."""
+        nbytes = messages = 0
+        for w in range(mesh.size):
+            group = mesh.group(w, self.axes)
+            op = self.operator(group)
+            if op is not None and group.size > 1:
+                shape = self.before(np.broadcast_to(np.zeros((), dtype), self.source.block_shape(w))).shape
+                more = op.plan_for(group, shape, dtype).cost
+                messages, nbytes = messages + more[0], nbytes + more[1]
+        return nbytes, messages
+
+    def __str__(self) -> str:
+        op = self.operator(Group(self.axes, tuple(self.source.axes[n] for n in self.axes), (0,), 0))
+        return f"{type(op).__name__} over {', '.join(self.axes)}" if op is not None else "zeros but on one worker"
+
+
+class Summed(Step):
+    """The sums over axes, known to all along them."""
+
+    def __init__(self, source: Layout, axes: tuple[str, ...]):
+        super().__init__(source, source.with_unreduced(source.unreduced.difference(axes)))
+        self.axes = axes
+
+    def operator(self, group: Group) -> Operator:
+        return interned(Sum, self.axes)
+
+
+class Scattered(Step):
+    """The sums over axes, of which each worker gets the part that its block of the target is, along one dimension."""
+
+    def __init__(self, source: Layout, target: Layout, axes: tuple[str, ...], dim: int):
+        super().__init__(source, target)
+        self.axes, self.dim = axes, dim
+
+    def operator(self, group: Group) -> Operator:
+        sizes = tuple(self.target.block_shape(w)[self.dim] for w in group.members)
+        return interned(ReduceScatter, self.axes, self.dim, True, sizes)
+
+
+class Moved(Step):
+    """Each worker gets its box of the target from whoever holds it; of an unreduced array of all the parts of the sum,
+    which it adds. parts: the axes along which these lie, as one more dimension of the array."""
+
+    def __init__(self, source: Layout, target: Layout, added: tuple[str, ...] = ()):
+        super().__init__(source, target)
+        self.axes, self.parts = tuple(source.axes), (*added, *(n for n in source.axes if n in target.unreduced))
+        self.added = added
+
+    @cached_property
+    def _operator(self) -> Operator:
+        if not self.parts:
+            return interned(Repartition, self.axes, self.source, self.target)
+        kept = tuple(n for n in self.parts if n not in self.added)
+        return interned(
+            Repartition, self.axes, self._stacked(self.source, self.parts), self._stacked(self.target, kept)
+        )
+
+    def _stacked(self, layout: Layout, names: tuple[str, ...]) -> Layout:
+        """The layout of the parts as arrays with a dimension before the others, which these axes split."""
+        counts = [layout.axes[n] for n in self.parts]
+        n, split = int(np.prod(counts)), int(np.prod([layout.axes[n] for n in names]))
+        cuts = [(n // split,) * split, *layout.cuts]
+        if layout.spec is None:
+            return Layout.grid(
+                (n, *layout.shape), [len(c) for c in cuts], layout.axes, layout.workers, cuts, copies=layout.copies
+            )
+        return Layout((n, *layout.shape), P(names or None, *layout.spec.dims), layout.axes, cuts)
+
+    def operator(self, group: Group) -> Operator:
+        return self._operator
+
+    def before(self, block: Any) -> Any:
+        return block[None] if self.parts else block
+
+    def after(self, worker: int, x: Any) -> Any:
+        if not self.parts:
+            return x
+        if self.target.positions(worker) is None:
+            return np.reshape(x, self.target.block_shape(worker))
+        return kernels.of(x).combine(list(x)) if len(x) > 1 else x[0]
+
+
+class KeptOnce(Step):
+    """A value that workers have copies of, as the sum of it on the first of them and zeros on the others."""
+
+    def after(self, worker: int, x: Any) -> Any:
+        place = self.target.coordinates(worker)
+        first = all(place[n] == 0 for n in self.target.unreduced - self.source.unreduced)
+        return x if first else np.zeros_like(x)
+
+
+_ways: dict[Any, tuple[Step, ...]] = {}
+
+
+def way(mesh: Mesh, source: Layout, target: Layout, dtype: np.dtype) -> tuple[Step, ...]:
+    """The steps from one layout to another. Of the ways to sum what is unreduced in the source, and not in the target,
+    the one by which the workers send the fewest bytes, and then messages."""
+    key = source, target, dtype.itemsize
+    found = _ways.get(key)
+    if found is None:
+        ways = [[*summing, *_rest(summing[-1].target, target)] for summing in _sums(source, target)]
+        if not ways:
+            ways = [_rest(source, target)]
+        costs = [_cost(mesh, steps, dtype) for steps in ways] if len(ways) > 1 else [(0, 0)]
+        found = bounded(_ways)[key] = tuple(ways[costs.index(min(costs))])
+    return found
+
+
+def _cost(mesh: Mesh, steps: Sequence[Step], dtype: np.dtype) -> tuple[int, int]:
+    """The bytes that all workers send, and the messages."""
+    costs = [step.cost(mesh, dtype) for step in steps]
+    return sum(nbytes for nbytes, _ in costs), sum(messages for _, messages in costs)
+
+
+def _sums(source: Layout, target: Layout) -> list[list[Step]]:
+    """The ways to sum what is unreduced in the source only."""
+    names = tuple(n for n in source.axes if n in source.unreduced - target.unreduced)
+    if not names:
+        return []
+    ways: list[list[Step]] = [[Summed(source, names)]]
+    kept = target.with_unreduced(source.unreduced & target.unreduced) if target.spec is not None else target
+    if (source.spec.dims, source.cuts) != (None if target.spec is None else target.spec.dims, target.cuts):
+        ways.append([Moved(source, kept, names)])
+        if (found := _scattered(source, kept, names)) is not None:
+            ways.insert(1, [found])
+    return ways
+
+
+def _scattered(source: Layout, target: Layout, names: Sequence[str]) -> Step | None:
+    """The sum that is split over its axes, where these split blocks of the source further along one dimension."""
+    if target.spec is None:
+        return None
+    differ = [d for d, (a, b) in enumerate(zip(source.spec.dims, target.spec.dims, strict=True)) if a != b]
+    if len(differ) != 1 or any(
+        a != b for d, (a, b) in enumerate(zip(source.cuts, target.cuts, strict=True)) if d not in differ
+    ):
+        return None
+    (d,) = differ
+    before, after = source.spec.dims[d], target.spec.dims[d]
+    if after[: len(before)] != before or {*after[len(before) :]} != {*names}:
+        return None
+    each = len(target.cuts[d]) // len(source.cuts[d])
+    joined = tuple(sum(target.cuts[d][k * each : (k + 1) * each]) for k in range(len(source.cuts[d])))
+    return Scattered(source, target, after[len(before) :], d) if joined == source.cuts[d] else None
+
+
+def _rest(source: Layout, target: Layout) -> list[Step]:
+    """The steps that sum nothing: moves, and zeros where copies become parts of a sum."""
+    if source == target:
+        return []
+    if not target.unreduced - source.unreduced:
+        return [Moved(source, target)]
+    kept = target.with_unreduced(source.unreduced)
+    return [*_rest(source, kept), KeptOnce(kept, target)]
+
+
+def moved_blocks(blocks: Mapping[int, Any], source: Layout, target: Layout, mesh: Mesh) -> dict[int, Any]:
+    """The blocks of an array in another layout. Collective."""
+    dtype = next(iter(blocks.values())).dtype
+    steps = way(mesh, source, target, dtype)
+    if SHOWN.get():
+        _show(mesh, steps, source, target, dtype)
+
+    def body(worker: Worker) -> Any:
+        block = worker.comm.given(blocks[worker.index])
+        for step in steps:
+            block = step.run(worker, block)
+        return block
+
+    return mesh.run(body).results
+
+
+def _show(mesh: Mesh, steps: Sequence[Step], source: Layout, target: Layout, dtype: np.dtype) -> None:
+    """Print what is laid out anew, by the process of worker 0."""
+    if 0 not in mesh.local_workers:
+        return
+    nbytes, messages = _cost(mesh, steps, dtype)
+    frame = caller()
+    line = source_line(frame.f_code, frame.f_lasti) if frame is not None else source_line(None, 0)
+    lies = [layout.spec if layout.spec is not None and layout.balanced else layout for layout in (source, target)]
+    print(
+        f"{line}: {dtype}{[*source.shape]} from {lies[0]} to {lies[1]} by "
+        f"{', '.join(map(str, steps))}: {messages} messages, {nbytes} bytes",
+        file=sys.stderr,
+    )
