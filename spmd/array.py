@@ -486,4 +486,5 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
         return x
     if x._reduced is not None:
         return relayout(x._reduced, layout)
-    return share_copies(moved_blocks(x.blocks, x.layout, layout, x.mesh), layout, x.mesh)
+    blocks = moved_blocks(x.blocks, x.layout, layout, x.mesh)
+    return share_copies({w: as_block(b) for w, b in blocks.items()}, layout, x.mesh)

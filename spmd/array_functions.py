@@ -220,7 +220,7 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     if x.layout.unreduced and np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype != x.dtype:
         x = x.reduced
     split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
-    added = {n for d in summed for n in split[d] if x.mesh.axes[n] > 1} | x.layout.unreduced
+    added = {n for d in summed for n in split[d]} | x.layout.unreduced
     kept_dims = [d for d in range(x.ndim) if d not in summed]
     result_dims = range(x.ndim) if keepdims else kept_dims
     spec = P(*(split[d] if d in kept_dims else None for d in result_dims), unreduced=added)

@@ -137,7 +137,7 @@ def on_blocks(
 
 
 def _trimmed(spec: Any) -> Any:
-    return spec_of(spec.trimmed) if isinstance(spec, P) else spec
+    return P(*spec.trimmed, unreduced=spec.unreduced) if isinstance(spec, P) else spec
 
 
 def _distinct(x: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.array import implements as native
+from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.call import Arguments, as_spec, check_gathered, dims_of, global_value, layout_by, on_blocks
 from spmd.global_ops.registry import implements
@@ -136,13 +138,21 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
 
 
 def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
-    """np.einsum of global arrays and others. options: of it; by default optimized where dtypes allow any order."""
+    """np.einsum of global arrays and others. options: of it; by default optimized where dtypes allow any order.
+
+    Over a split letter that is summed the result is unreduced. Traced operands have the derivative rule of np.einsum,
+    whose products are laid out anew.
+    """
     operands = [a if hasattr(a, "dtype") else np.asarray(a) for a in operands]
+    options = dict(options or {})
+    options.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
+    if any(type(a) is Array for a in operands):
+        return np.einsum(subscripts, *operands, **options)
     arguments = Arguments(tuple(operands), {})
     shapes = [tuple(np.shape(a)) for a in operands]
     parsed = _parsed(subscripts, shapes)
     if parsed is None or len(arguments.arrays) != len(operands):
-        return whole(np.einsum, (subscripts, *operands), dict(options or {}))
+        return whole(np.einsum, (subscripts, *operands), options)
     letters, out = parsed
     mesh = arguments.mesh
     values = [global_value(a) for a in operands]
@@ -155,26 +165,23 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
         v for word, v in zip(letters, values, strict=True) if v is not None and assignment.keys().isdisjoint(word)
     ]
     check_gathered(where, gathered, "lay the operands out alike with spmd.put")
-    out_spec = P(*(assignment.get(c) for c in out))
     names = tuple(n for c, found in assignment.items() if c not in out for n in found)
+    counts = all(np.dtype(a.dtype).kind == "b" for a in operands)  # true where any product is: no sum of parts
+    out_spec = P(*(assignment.get(c) for c in out), unreduced=() if counts else names)
     text = f"{','.join(letters)}->{out}"
-    given = dict(options or {})
-    given.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
-    static = (text, names, tuple(sorted(given.items())))
+    static = (text, names if counts else (), tuple(sorted(options.items())))
     return on_blocks(where, _summing, static, operands, specs, out_spec, mesh)
 
 
 def _summing(text: str, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     def body(*blocks: Any) -> Any:
         part = np.einsum(text, *blocks, **dict(options))
-        if names and part.dtype.kind == "b":
-            return psum(part.astype(np.int64), names) != 0
-        return psum(part, names).astype(part.dtype) if names else part
+        return psum(part.astype(np.int64), names) != 0 if names else part
 
     return body
 
 
-@implements(np.einsum)
+@native(np.einsum)
 def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = False, **options: Any) -> Any:
     if not isinstance(subscripts, str):
         return whole(np.einsum, (subscripts, *operands), options)

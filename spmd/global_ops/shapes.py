@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from spmd.array import PartitionedArray, as_block, check_usable, relayout
+from spmd.autodiff.registry import primitive
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.along import moved_spec
 from spmd.global_ops.call import (
@@ -37,15 +39,27 @@ def _split(x: Any) -> list[tuple[str, ...]]:
     return names_of(as_spec(x), global_of(x).ndim)
 
 
-def _transposing(order: tuple[int, ...]) -> Callable[..., Any]:
-    return lambda x: np.transpose(x, order)
-
-
 def permuted(where: str, x: Any, order: Sequence[int]) -> Any:
     """x with its dimensions in this order."""
-    split = _split(x)
-    out = spec_of(split[d] for d in order)
-    return on_blocks(where, _transposing, (tuple(order),), [x], [as_spec(x)], out, global_of(x).mesh)
+    check_usable(where, global_of(x))
+    return _permuted(x, tuple(order))
+
+
+def _permuted_back(g: Any, _ans: Any, _x: Any, order: tuple[int, ...]) -> Any:
+    return _permuted(g, tuple(order.index(d) for d in range(len(order))))
+
+
+@primitive("np.transpose", _permuted_back)
+def _permuted(x: PartitionedArray, order: tuple[int, ...]) -> PartitionedArray:
+    layout = x.layout
+    shape, cuts = [layout.shape[d] for d in order], [layout.cuts[d] for d in order]
+    if layout.spec is None:
+        x = relayout(x, layout_by(as_spec(x), x))
+        return _permuted(x, order)
+    dims = [layout.spec.dims[d] for d in order]
+    new = Layout(shape, P(*dims, unreduced=layout.unreduced), layout.axes, cuts)
+    blocks = x.mesh.shared(new, lambda w: as_block(np.transpose(x.blocks[w], order)))
+    return PartitionedArray(blocks, new, x.mesh)
 
 
 def _ndim(x: Any) -> int:
