@@ -332,6 +332,8 @@ class PartitionedArray:
         if len(args) > (place := place_of_out(fun)):
             _refuse_out(name_of(fun), {"out": args[place]})
         _refuse_out(name_of(fun), kwargs)
+        if fun in MADE_LIKE:  # NumPy removes the argument `like` by which it comes here
+            return MADE_LIKE[fun](self, *args, **kwargs)
         handler = _HANDLERS.get(fun) or function_of(fun)
         assert handler is not None
         return handler(*args, **kwargs)
@@ -344,10 +346,13 @@ MAPPED: dict[Any, Callable[..., Any]] = {}
 """Functions that are run as maps, of traced arrays too. `None` stands for all that are in neither table: it is given
 the function first."""
 
+MADE_LIKE: dict[Any, Callable[..., Any]] = {}
+"""What NumPy's functions that make arrays do with a global array as their argument `like`, which comes first."""
+
 
 def function_of(fun: Any) -> Callable[..., Any] | None:
     """The function that is run in place of one of NumPy, of traced arrays too; None: it is in the other table."""
-    if fun in _HANDLERS or (isinstance(fun, np.ufunc) and fun.signature is None):
+    if fun in _HANDLERS or fun in MADE_LIKE or (isinstance(fun, np.ufunc) and fun.signature is None):
         return None
     return MAPPED.get(fun) or partial(MAPPED[None], fun)
 
