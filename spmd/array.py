@@ -263,6 +263,12 @@ class PartitionedArray:
             return f"PartitionedArray({data}, dtype={self.dtype}, spec={self.spec}{uneven})"
         return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven}{self._donated_note})"
 
+    def _repr_html_(self) -> str:
+        held = f"{len(self.mesh.local_workers)} of {self.mesh.size} workers"
+        where = f"{self.mesh}, transport {self.mesh.transport.name}, device {self.mesh.device}"
+        rows = [("dtype", str(self.dtype)), ("mesh", where), ("this process", held)]
+        return self.layout.html(f"PartitionedArray{self._donated_note}", rows, self.dtype.itemsize)
+
     @property
     def _donated_note(self) -> str:
         return ", given away" if self.blocks is DONATED else ""

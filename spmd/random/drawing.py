@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from spmd import kernels
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe

@@ -1,4 +1,4 @@
-"""Global arrays that are laid out as others are: by `like`, by NumPy's own `like`, and `np.zeros_like` of other shapes."""
+"""Global arrays that are laid out as others are: by `like`, NumPy's own `like`, and `np.zeros_like` of other shapes."""
 
 from __future__ import annotations
 
