@@ -13,6 +13,7 @@ that is no number (references to objects, text, times).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from spmd.errors import StateError, describe, message
 
-__all__ = ["ADMITTED", "BARE", "admit", "admit_dtype"]
+__all__ = ["ADMITTED", "BARE", "admit", "admit_dtype", "is_sliceable"]
 
 ADMITTED: set[type] = set()
 """Classes of this library's own arrays, and of what stands for arrays: they pass as they are."""
@@ -33,6 +34,7 @@ _VIEWS = (np.memmap, np.recarray)
 """Subclasses of NumPy's arrays that add no meaning to the entries."""
 
 _PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__", "__dlpack__")
+_IN_MEMORY = ("__array_interface__", "__array_struct__", "__cuda_array_interface__", "__dlpack__")
 _MEANINGFUL = ("__array_ufunc__", "__array_function__", "toarray", "columns")
 """Attributes of classes whose arrays mean more than their entries: operations of their own, zeros that are not stored,
 names of columns."""
@@ -88,6 +90,18 @@ def admit_dtype(dtype: Any, where: str, got: Callable[[], str], error: type[Exce
             where, argument="x", got=got(), need=f"an array of numbers: {lost}", mend=mend.replace("{x}", "x")
         )
         raise error(text)
+
+
+def is_sliceable(x: Any) -> bool:
+    """Whether x is an array whose entries are not in memory and are read by slices, such as a dataset in a file."""
+    kind = type(x)
+    if any(hasattr(kind, name) for name in (*_MEANINGFUL, *_IN_MEMORY)) or not hasattr(kind, "__getitem__"):
+        return False
+    try:
+        np.dtype(x.dtype)
+        return all(operator.index(n) >= 0 for n in x.shape)
+    except (AttributeError, TypeError):
+        return False
 
 
 _PLAIN = (int, float, complex, bool, np.ndarray)

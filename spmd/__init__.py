@@ -26,7 +26,7 @@ from spmd.autodiff import (
     value_and_grad,
     vjp,
 )
-from spmd.axes import axis_index, axis_size, is_main, worker_index
+from spmd.axes import axis_index, axis_size, block_indices, block_slices, is_main, worker_index
 from spmd.debug import debug
 from spmd.info import info
 from spmd.layout import Layout, P
@@ -82,6 +82,8 @@ __all__ = [
     "axis_index",
     "axis_size",
     "block",
+    "block_indices",
+    "block_slices",
     "broadcast",
     "check_adjoint",
     "check_grads",

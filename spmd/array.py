@@ -285,6 +285,12 @@ class PartitionedArray:
             return f"PartitionedArray({data}, dtype={self.dtype}, spec={self.spec}{uneven})"
         return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven}{self._donated_note})"
 
+    def _repr_html_(self) -> str:
+        held = f"{len(self.mesh.local_workers)} of {self.mesh.size} workers"
+        where = f"{self.mesh}, transport {self.mesh.transport.name}, device {self.mesh.device}"
+        rows = [("dtype", str(self.dtype)), ("mesh", where), ("this process", held)]
+        return self.layout.html(f"PartitionedArray{self._donated_note}", rows, self.dtype.itemsize)
+
     @property
     def _donated_note(self) -> str:
         return ", given away" if self.blocks is DONATED else ""
@@ -355,6 +361,8 @@ class PartitionedArray:
         if len(args) > (place := place_of_out(fun)):
             _refuse_out(name_of(fun), {"out": args[place]})
         _refuse_out(name_of(fun), kwargs)
+        if fun in MADE_LIKE:  # NumPy removes the argument `like` by which it comes here
+            return MADE_LIKE[fun](self, *args, **kwargs)
         handler = _HANDLERS.get(fun) or function_of(fun)
         assert handler is not None
         return handler(*args, **kwargs)
@@ -367,10 +375,13 @@ MAPPED: dict[Any, Callable[..., Any]] = {}
 """Functions that are run as maps, of traced arrays too. `None` stands for all that are in neither table: it is given
 the function first."""
 
+MADE_LIKE: dict[Any, Callable[..., Any]] = {}
+"""What NumPy's functions that make arrays do with a global array as their argument `like`, which comes first."""
+
 
 def function_of(fun: Any) -> Callable[..., Any] | None:
     """The function that is run in place of one of NumPy, of traced arrays too; None: it is in the other table."""
-    if fun in _HANDLERS or (isinstance(fun, np.ufunc) and fun.signature is None):
+    if fun in _HANDLERS or fun in MADE_LIKE or (isinstance(fun, np.ufunc) and fun.signature is None):
         return None
     return MAPPED.get(fun) or partial(MAPPED[None], fun)
 

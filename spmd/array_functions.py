@@ -149,6 +149,23 @@ def part_layout(shape: tuple[int, ...], layout: Layout) -> Layout:
     return Layout(shape, P(*(names or None for names in dims)), layout.axes, cuts)
 
 
+def layout_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """The layout of an array of some shape as in another layout: equal to it if the shape is. Otherwise what splits a
+    dimension splits the same dimension, counted from the first, in the same blocks if it is as long; dimensions that
+    follow are whole. A grid serves shapes of as many dimensions; arrays of others are copied to all workers."""
+    invariant = layout.spec is None or layout.copies == "invariant"
+    if shape == layout.shape and invariant:
+        return layout
+    ndim = len(layout.shape)
+    same = [d < ndim and n == layout.shape[d] for d, n in enumerate(shape)]
+    cuts = [layout.cuts[d] if is_same else None for d, is_same in enumerate(same)]
+    if layout.spec is not None:
+        return Layout(shape, P(*layout.spec.dims[: len(shape)]), layout.axes, cuts)
+    if len(shape) != ndim:
+        return Layout(shape, P(), layout.axes)
+    return Layout.grid(shape, [len(cut) for cut in layout.cuts], layout.axes, layout.workers, cuts)
+
+
 def _for_blocks(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """x as it lies if each worker has the part that its block of a result needs, else laid out anew."""
     if x.layout is layout:
@@ -340,7 +357,7 @@ def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArr
 
 
 def _like_function(make):
-    """np.zeros_like and the like: laid out as x is, or copies on all workers where the shape is another."""
+    """np.zeros_like and the like: laid out as x is, by `layout_like` where the shape is another."""
 
     def like(a, *options_in_order, shape=None, **options):
         x = a
@@ -357,7 +374,7 @@ def _like_function(make):
                 mend="np.zeros_like(x) + values",
             )
         shape = x.shape if shape is None else tuple(shape) if np.ndim(shape) else (shape,)
-        layout = x.layout.reduced if shape == x.shape else x.mesh.layout(shape, P())
+        layout = layout_like(x.layout.reduced, shape)
 
         def block(w: int) -> np.ndarray:
             with device_of_worker(x.mesh, w):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,46 +11,92 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.layout import P, Spec
 from spmd.mesh import Mesh
-from spmd.placement import from_callback
+from spmd.placement import checked_layout, made, mesh_for, placed
 from spmd.tracebacks import api_boundary
 
 __all__ = ["arange", "eye", "full", "linspace", "ones", "zeros"]
 
 _Shape = int | Sequence[int]
-_COPIES = P()
+_Index = tuple[slice, ...]
 
 
 def _shape(shape: _Shape) -> tuple[int, ...]:
     return (int(shape),) if np.ndim(shape) == 0 else tuple(map(int, shape))  # type: ignore[arg-type]
 
 
-def _lengths(index: tuple[slice, ...]) -> tuple[int, ...]:
+def _made(
+    where: str,
+    shape: tuple[int, ...],
+    block: Callable[[_Index], np.ndarray],
+    spec: Spec | None,
+    mesh: Mesh | None,
+    like: Any,
+) -> PartitionedArray:
+    """The array of which block(index) is the block at an index."""
+    spec, mesh = placed(where, shape, spec, mesh, like)
+    mesh = mesh_for(mesh, where)
+    layout = checked_layout(where, shape, P() if spec is None else spec, mesh)
+    return made(where, "shape", layout, mesh, block, "lengths that are integers")
+
+
+def _lengths(index: _Index) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in index)
 
 
 @api_boundary
-def zeros(shape: _Shape, dtype: Any = float, *, spec: Spec = _COPIES, mesh: Mesh | None = None) -> PartitionedArray:
-    """A global array of zeros, laid out by a spec; by default each worker has a copy. As `np.zeros`."""
-    return from_callback(_shape(shape), spec, lambda index: np.zeros(_lengths(index), dtype), mesh)
+def zeros(
+    shape: _Shape, dtype: Any = float, *, spec: Spec | None = None, mesh: Mesh | None = None, like: Any = None
+) -> PartitionedArray:
+    """A global array of zeros, made block by block. As `np.zeros`.
+
+    spec: how to split it; by default each worker has a copy. mesh: by default that of the enclosing `with mesh:`.
+    like: in place of spec and mesh, a global array on whose mesh, and split as which, the result lies; as that of
+    `np.zeros` it says nothing of shape and dtype (`np.zeros_like` takes them too). An array of the same shape lies in
+    the same blocks. In another, each dimension is split by the axes that split it in `like`, counted from the first.
+
+        with spmd.Mesh(x=4):
+            u = spmd.zeros((10, 3), spec=P("x"))
+            v = spmd.ones(10, like=u)  # laid out by P("x")
+
+    Raises SpecError for a spec that does not fit, or beside like; LayoutError if like is no global array.
+    """
+    return _made("spmd.zeros", _shape(shape), lambda index: np.zeros(_lengths(index), dtype), spec, mesh, like)
 
 
 @api_boundary
-def ones(shape: _Shape, dtype: Any = float, *, spec: Spec = _COPIES, mesh: Mesh | None = None) -> PartitionedArray:
+def ones(
+    shape: _Shape, dtype: Any = float, *, spec: Spec | None = None, mesh: Mesh | None = None, like: Any = None
+) -> PartitionedArray:
     """A global array of ones; see `zeros`."""
-    return from_callback(_shape(shape), spec, lambda index: np.ones(_lengths(index), dtype), mesh)
+    return _made("spmd.ones", _shape(shape), lambda index: np.ones(_lengths(index), dtype), spec, mesh, like)
 
 
 @api_boundary
 def full(
-    shape: _Shape, fill_value: Any, dtype: Any = None, *, spec: Spec = _COPIES, mesh: Mesh | None = None
+    shape: _Shape,
+    fill_value: Any,
+    dtype: Any = None,
+    *,
+    spec: Spec | None = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
 ) -> PartitionedArray:
-    """A global array of one number; see `zeros`."""
-    return from_callback(_shape(shape), spec, lambda index: np.full(_lengths(index), fill_value, dtype), mesh)
+    """A global array of one number, or of values that broadcast; see `zeros`."""
+    lengths = _shape(shape)
+    values = np.broadcast_to(fill_value, lengths)
+    return _made("spmd.full", lengths, lambda index: np.full(_lengths(index), values[index], dtype), spec, mesh, like)
 
 
 @api_boundary
 def arange(
-    start: Any, stop: Any = None, step: Any = 1, dtype: Any = None, *, spec: Spec = _COPIES, mesh: Mesh | None = None
+    start: Any,
+    stop: Any = None,
+    step: Any = 1,
+    dtype: Any = None,
+    *,
+    spec: Spec | None = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
 ) -> PartitionedArray:
     """start, start + step, ... before stop, as a global array; see `zeros`. As `np.arange`, with the same bits."""
     start, stop = (0, start) if stop is None else (start, stop)
@@ -59,11 +105,11 @@ def arange(
     first = np.asarray(start).astype(dtype)
     apart = np.asarray(start + step).astype(dtype) - first
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: _Index) -> np.ndarray:
         (s,) = index
         return (first + np.arange(s.start, s.stop).astype(dtype) * apart).astype(dtype)
 
-    return from_callback((n,), spec, block, mesh)
+    return _made("spmd.arange", (n,), block, spec, mesh, like)
 
 
 @api_boundary
@@ -74,22 +120,23 @@ def linspace(
     endpoint: bool = True,
     *,
     dtype: Any = None,
-    spec: Spec = _COPIES,
+    spec: Spec | None = None,
     mesh: Mesh | None = None,
+    like: Any = None,
 ) -> PartitionedArray:
     """`num` numbers from start to stop, evenly apart, as a global array; see `zeros`. As `np.linspace`."""
     intervals = max(1, num - 1 if endpoint else num)
     apart = (stop - start) / intervals
     kind = np.linspace(start, stop, 0, dtype=dtype).dtype
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: _Index) -> np.ndarray:
         (s,) = index
         values = np.arange(s.start, s.stop) * apart + start
         if endpoint and num > 1 and s.start < s.stop == num:
             values[-1] = stop
         return (np.floor(values) if kind.kind in "iu" else values).astype(kind)
 
-    return from_callback((num,), spec, block, mesh)
+    return _made("spmd.linspace", (num,), block, spec, mesh, like)
 
 
 @api_boundary
@@ -99,13 +146,14 @@ def eye(
     k: int = 0,
     dtype: Any = float,
     *,
-    spec: Spec = _COPIES,
+    spec: Spec | None = None,
     mesh: Mesh | None = None,
+    like: Any = None,
 ) -> PartitionedArray:
     """Ones on the k-th diagonal, as a global array; see `zeros`. As `np.eye`."""
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: _Index) -> np.ndarray:
         rows, cols = index
         return np.eye(rows.stop - rows.start, cols.stop - cols.start, k + rows.start - cols.start, dtype)
 
-    return from_callback((n_rows, n_rows if n_cols is None else n_cols), spec, block, mesh)
+    return _made("spmd.eye", (n_rows, n_rows if n_cols is None else n_cols), block, spec, mesh, like)

@@ -11,6 +11,7 @@ from typing import Any
 
 from spmd.errors import LayoutError, SpecError
 from spmd.layout_arguments import checked_axes, checked_copies, checked_integers
+from spmd.layout_html import layout_page
 from spmd.layout_picture import BlockGrids
 from spmd.spec import P
 from spmd.tracebacks import api_boundary
@@ -352,15 +353,27 @@ class Layout:
         output.
         width: in characters; wider grids are continued below.
         """
-        lies = (
-            f"grid {tuple(len(c) for c in self.cuts)}"
-            if self.spec is None
-            else str(P(*self.spec.trimmed, unreduced=self.unreduced))
-        )
-        vary = ", copies vary" if self.copies == "varying" and self.has_copies else ""
-        dims = None if self.spec is None else self.spec.dims
-        grids = BlockGrids(self.cuts, dims, self.axes, self.holders)
-        return grids.draw(f"{title} {self.shape}  {lies}{vary}".lstrip(), ascii=ascii, width=width)
+        return self._grids.draw(f"{title} {self.shape}  {self._how}".lstrip(), ascii=ascii, width=width)
+
+    def html(self, title: str = "Layout", rows: Sequence[tuple[str, str]] = (), itemsize: int | None = None) -> str:
+        """`picture` for notebooks: a table beside an SVG of the blocks, to scale and coloured by worker.
+
+        rows: more of the table, names and texts. itemsize: bytes of an entry, to give sizes in bytes.
+        """
+        return layout_page(title, self._how, rows, self._grids, itemsize)
+
+    _repr_html_ = html
+
+    @property
+    def _how(self) -> str:
+        lies = f"grid {tuple(len(c) for c in self.cuts)}"
+        if self.spec is not None:
+            lies = str(P(*self.spec.trimmed, unreduced=self.unreduced))
+        return f"{lies}, copies vary" if self.copies == "varying" and self.has_copies else lies
+
+    @property
+    def _grids(self) -> BlockGrids:
+        return BlockGrids(self.cuts, None if self.spec is None else self.spec.dims, self.axes, self.holders)
 
     @classmethod
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:

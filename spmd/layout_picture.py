@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from spmd.errors import prints
 
-__all__ = ["BlockGrids", "side_by_side"]
+__all__ = ["BlockGrids", "format_workers", "side_by_side"]
 
 Lines = tuple[str, ...]
 
@@ -35,22 +35,27 @@ class BlockGrids:
         across = split.pop() if split and (len(split) > 1 or split[-1] == len(cuts) - 1) else None
         down = split.pop() if split else None
         self.outer, self.inner = split, (down, across)
-        self.rows, self.columns = self._labels(down), self._labels(across)
+        self.rows, self.columns = self.labels(down), self.labels(across)
 
     def draw(self, title: str, *, ascii: bool | None, width: int) -> str:
         """The grids as text, below a title; workers that hold nothing come last."""
         ascii = not prints(_BOX_CHARACTERS) if ascii is None else ascii
         lines = [title]
-        for caption, cells in self._grids():
+        for caption, place in self.slabs():
+            cells = [[self._cell(place, i, j) for j in range(len(self.columns))] for i in range(len(self.rows))]
             lines += [caption] if caption else []
             lines += _draw_boxes(cells, self.rows, self.columns, "+++++++++-|" if ascii else _BOX_CHARACTERS, width)
-        holding = set(itertools.chain(*self.holders.values()))
-        idle = [w for w in range(math.prod(self.axes.values())) if w not in holding]
-        if idle:
-            lines.append(f"worker{'s' * (len(idle) > 1)} {_format_workers(idle)}: nothing")
+        if self.idle:
+            lines.append(f"worker{'s' * (len(self.idle) > 1)} {format_workers(self.idle)}: nothing")
         return "\n".join(lines)
 
-    def _labels(self, d: int | None) -> list[Lines]:
+    @property
+    def idle(self) -> list[int]:
+        """The workers that hold nothing."""
+        holding = set(itertools.chain(*self.holders.values()))
+        return [w for w in range(math.prod(self.axes.values())) if w not in holding]
+
+    def labels(self, d: int | None) -> list[Lines]:
         """For each block of a dimension, the coordinates of its workers and its indices; one empty label for None."""
         if d is None:
             return [()]
@@ -64,28 +69,34 @@ class BlockGrids:
             for place, text in zip(places, ranges, strict=True)
         ]
 
-    def _grids(self) -> Iterator[tuple[str, list[list[Lines]]]]:
-        """Each grid with its caption: one for each block of the outer split dimensions."""
-        for outer in itertools.product(*(enumerate(self._labels(d)) for d in self.outer)):
+    def slabs(self) -> Iterator[tuple[str, dict[int, int]]]:
+        """Each grid, with its caption: one for each block of the outer split dimensions, by its index in them."""
+        for outer in itertools.product(*(enumerate(self.labels(d)) for d in self.outer)):
             place = {d: k for d, (k, _) in zip(self.outer, outer, strict=True)}
             caption = [f"dimension {d}: {' '.join(label)}" for d, (_, label) in zip(self.outer, outer, strict=True)]
-            columns = range(len(self.columns))
-            yield ", ".join(caption), [[self._cell(place, i, j) for j in columns] for i in range(len(self.rows))]
+            yield ", ".join(caption), place
+
+    def position(self, place: dict[int, int], i: int, j: int) -> tuple[int, ...]:
+        """The index in each dimension of the block in row i and column j of the grid at a place."""
+        place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
+        return tuple(place.get(d, 0) for d in range(len(self.cuts)))
+
+    def shape(self, position: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a block."""
+        return tuple(cut[k] for cut, k in zip(self.cuts, position, strict=True))
 
     def _cell(self, place: dict[int, int], i: int, j: int) -> Lines:
-        place = place | {d: k for d, k in zip(self.inner, (i, j), strict=True) if d is not None}
-        position = tuple(place.get(d, 0) for d in range(len(self.cuts)))
-        workers = self.holders[position]
-        shape = tuple(cut[k] for cut, k in zip(self.cuts, position, strict=True))
-        text = f"worker{'s' * (len(workers) > 1)} {_format_workers(workers)}"
+        position = self.position(place, i, j)
+        workers, shape = self.holders[position], self.shape(position)
+        text = f"worker{'s' * (len(workers) > 1)} {format_workers(workers)}"
         return text, f"empty {shape}" if 0 in shape else str(shape)
 
 
-def _format_workers(workers: Sequence[int]) -> str:
-    """Worker numbers as text: `0-3, 8, 10`. Of many groups the first two and the last."""
+def format_workers(workers: Sequence[int], groups_shown: int = 4) -> str:
+    """Worker numbers as text: `0-3, 8, 10`. Of more groups than are shown the first two and the last."""
     groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
     texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
-    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
+    return ", ".join(texts if len(texts) <= groups_shown else [*texts[:2], "...", texts[-1]])
 
 
 def _draw_boxes(cells: list[list[Lines]], rows: list[Lines], columns: list[Lines], marks: str, width: int) -> list[str]:

@@ -15,6 +15,7 @@ from spmd.autodiff.staging.recorder import Program
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
+from spmd.layout_html import mesh_page
 from spmd.replicas.records import Replicas
 from spmd.settings import SETTINGS, check_all, setting
 from spmd.spec_trees import REQUIRED
@@ -219,6 +220,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
+
+    def _repr_html_(self) -> str:
+        name = "to be chosen at first use" if self._transport is None else self._transport.name
+        return mesh_page(repr(self), self.axes, [("transport", name), ("device", self.device)])
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,18 +10,20 @@ import numpy as np
 
 from spmd import device as devices
 from spmd.array import PartitionedArray, check_usable, owned_on, relayout, share_copies
+from spmd.array_functions import layout_like
 from spmd.autodiff import tree
-from spmd.autodiff.admission import admit
+from spmd.autodiff.admission import admit, admit_dtype, is_sliceable
 from spmd.autodiff.dtypes import dtype_name
+from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
 from spmd.replicas.compare import digest
-from spmd.spec_trees import spread
+from spmd.spec_trees import REQUIRED, Leaf, shown, spread
 from spmd.tracebacks import api_boundary
 
-__all__ = ["cut", "from_blocks", "from_callback", "mesh_for", "put"]
+__all__ = ["checked_layout", "cut", "from_blocks", "from_callback", "made", "mesh_for", "placed", "put"]
 
 
 def mesh_for(mesh: Mesh | None, where: str) -> Mesh:
@@ -59,21 +62,93 @@ def _check_spec(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "s
     spec.check(mesh.axes, where, argument, ndim)
 
 
-def _admitted(x, where: str, argument: str, mesh: Mesh) -> np.ndarray:
+_NUMBERS = "an array of numbers"
+_ARRAYS = "an array of numbers, or an object with shape, dtype and slices x[0:2, 1:3], of which blocks are read"
+
+
+def checked_layout(where: str, shape: tuple[int, ...], spec: Any, mesh: Mesh, argument: str = "spec") -> Layout:
+    """The layout of an array of this shape by a spec, checked."""
+    _check_spec(spec, mesh, where, len(shape), argument)
+    return mesh.layout(shape, spec, where, argument)
+
+
+def _admitted(x, where: str, argument: str, mesh: Mesh, need: str = _NUMBERS) -> np.ndarray:
     """x as an array of numbers. A frozen array stays frozen, and an array on a GPU stays there."""
     x = devices.home(where, argument, x, mesh.device)
-    return x if on_device(x) else admit(x, where, argument, error=LayoutError)
+    return x if on_device(x) else admit(x, where, argument, error=LayoutError, need=need)
+
+
+def _read(x: Any, index: tuple[slice, ...]) -> Any:
+    """The block of a sliceable object at an index. An empty one is not read."""
+    lengths = tuple(s.stop - s.start for s in index)
+    return np.empty(lengths, x.dtype) if 0 in lengths else x[index]
+
+
+def placed(
+    where: str, shape: tuple[int, ...], spec: Spec | None, mesh: Mesh | None, like: Any
+) -> tuple[Spec | None, Mesh | None]:
+    """The spec and the mesh of an array that is made: as they are given, or those that an array `like` gives."""
+    if like is None:
+        return spec, mesh
+    if spec is not None:
+        raise SpecError.at(
+            where,
+            argument="spec and like",
+            got=f"spec={spec} and like={describe(like)}",
+            need="one of them: both say how the array is laid out",
+            mend="leave out the one that is not meant",
+        )
+    x = _reference(where, like)
+    if mesh is not None and mesh != x.mesh:
+        raise MeshError.at(
+            where,
+            argument="mesh",
+            got=f"{mesh}, and like={describe(like)} on {x.mesh}",
+            need="the mesh of that array",
+            mend="leave out mesh, or give spec in place of like",
+        )
+    return layout_like(x.layout, shape), x.mesh
+
+
+def _reference(where: str, like: Any) -> PartitionedArray:
+    """The global array that an argument `like` is, or that it traces."""
+    x = value_of(like)
+    if type(x) is not PartitionedArray:
+        raise LayoutError.at(
+            where,
+            argument="like",
+            got=describe(like),
+            need="a global array, on whose mesh and split as which the result lies",
+            mend='spec=P("x")',
+        )
+    check_usable(where, x)
+    return x
 
 
 @api_boundary
-def put(x, spec: Any, mesh: Mesh | None = None) -> Any:
+def put(x, spec: Any = REQUIRED, mesh: Mesh | None = None, *, like: Any = None) -> Any:
     """Place an array, or a pytree of arrays, on a mesh.
 
-    x: bare arrays that every process has, of which each process keeps its blocks; or `PartitionedArray`s (collective).
+    x: bare arrays that every process has, of which each process keeps its blocks; or objects with shape, dtype and
+    slices, such as datasets of h5py or zarr, of which each process reads its blocks only, as it does of `np.memmap`; or
+    `PartitionedArray`s (collective).
     spec: a P, or a tree of them that is a prefix of the tree of x; or a `Layout`, for uneven blocks or a grid on some
     of the workers. Each block is copied once. Returns a `PartitionedArray`, or a tree of them.
+    like: in place of spec, a global array as which to lay x out, as `spmd.zeros` says; or a tree of them, a prefix.
+
+        x = spmd.put(np.load("x.npy", mmap_mode="r"), P("data"))
+
+    Raises LayoutError for what is no array of numbers, SpecError for a spec that does not fit.
     """
-    leaves = spread("spmd.put", "x", "spec", spec, x)
+    where = "spmd.put"
+    if like is None and spec is REQUIRED:
+        raise SpecError.at(
+            where, argument="spec", got="none, and no like", need="how to lay x out", mend='spmd.put(x, P("x"))'
+        )
+    if like is None:
+        leaves = spread(where, "x", "spec", spec, x)
+    else:
+        leaves, mesh = _spread_like(where, spec, mesh, like, x)
     arrays = [_put(leaf.value, leaf.spec, mesh, leaf.path) if leaf.spec is not None else leaf.value for leaf in leaves]
     is_single = len(leaves) == 1 and leaves[0].value is x
     return arrays[0] if is_single else tree.unflatten(tree.structure(x, none_is_leaf=True), arrays)
@@ -92,15 +167,46 @@ def _put(x, spec: Spec, mesh: Mesh | None, path: str) -> PartitionedArray:
                 need="the mesh that the array is on",
                 mend="spmd.put(x.numpy(), spec, mesh)",
             )
-        _check_spec(spec, mesh, where, x.ndim, argument)
-        return relayout(x, mesh.layout(x.shape, spec, where, argument))
+        return relayout(x, checked_layout(where, x.shape, spec, mesh, argument))
     mesh = mesh_for(mesh, where)
-    data = _admitted(x, where, path, mesh)
-    _check_spec(spec, mesh, where, data.ndim, argument)
-    layout = mesh.layout(data.shape, spec, where, argument)
+    if is_sliceable(x):
+        admit_dtype(np.dtype(x.dtype), where, lambda: describe(x), LayoutError)
+        shape = tuple(map(operator.index, x.shape))
+        layout = checked_layout(where, shape, spec, mesh, argument)
+        return made(where, path, layout, mesh, lambda index: _read(x, index), "np.asarray(x), if it fits in memory")
+    data = _admitted(x, where, path, mesh, _ARRAYS)
+    layout = checked_layout(where, data.shape, spec, mesh, argument)
     array = PartitionedArray(cut(data, layout, mesh), layout, mesh)
     array.compared = False
     return array
+
+
+def _spread_like(where: str, spec: Any, mesh: Mesh | None, like: Any, x: Any) -> tuple[list[Leaf], Mesh | None]:
+    """The leaves of x, each with the layout that an array of `like` gives it; and the mesh of these arrays."""
+    try:
+        likes = tree.prefix(like, x)
+    except ValueError:
+        raise LayoutError.at(
+            where,
+            argument="like",
+            got=f"{shown(tree.structure(like, none_is_leaf=True))}, "
+            f"for x: {shown(tree.structure(x, none_is_leaf=True))}",
+            need="a global array, or a tree of them that is a prefix of the tree of x",
+            mend="like=y for one array y, which serves all of x",
+        ) from None
+    paths, leaves, _ = tree.flatten_with_path(x, none_is_leaf=True)
+    spec = None if spec is REQUIRED else spec
+    references = [y for y in likes if y is not None]
+    if references and mesh is None:
+        mesh = _reference(where, references[0]).mesh
+
+    def layout(value: Any, reference: Any) -> Spec | None:
+        if value is None or reference is None:
+            return None
+        shape = tuple(value.shape) if hasattr(value, "shape") else np.shape(value)
+        return placed(where, shape, spec, mesh, reference)[0]
+
+    return [Leaf(f"x{p}", layout(v, y), v) for p, v, y in zip(paths, leaves, likes, strict=True)], mesh
 
 
 def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
@@ -134,24 +240,29 @@ def from_callback(
 
     As `jax.make_array_from_callback`. Raises LayoutError for a block whose shape differs from that of its index.
     """
-    where = "spmd.from_callback"
+    where, lengths = "spmd.from_callback", tuple(shape)
     mesh = mesh_for(mesh, where)
-    _check_spec(spec, mesh, where, len(shape))
-    layout = mesh.layout(tuple(shape), spec, where)
+    return made(where, "fn", checked_layout(where, lengths, spec, mesh), mesh, fn, "return whole[index]")
+
+
+def made(
+    where: str, argument: str, layout: Layout, mesh: Mesh, fn: Callable[[tuple[slice, ...]], Any], mend: str
+) -> PartitionedArray:
+    """The array of which fn(index) gives the block at an index. It is called once for copies in this process."""
     block_of_owner: dict[int, np.ndarray] = {}
     block_of_sharers: dict[Any, np.ndarray] = {}
     for w in mesh.local_workers:
         owner, key = layout.owners[w], mesh.sharing(layout, w)
         if owner not in block_of_owner:
-            block = _admitted(fn(layout.slices(w)), where, "fn", mesh)
-            block = owned_on(mesh, block if shape else _scalar_block(block, layout, w), w)
+            block = _admitted(fn(layout.slices(w)), where, argument, mesh)
+            block = owned_on(mesh, block if layout.shape else _scalar_block(block, layout, w), w)
             if block.shape != layout.block_shape(w):
                 raise LayoutError.at(
                     where,
-                    argument="fn",
+                    argument=argument,
                     got=f"a block of shape {list(block.shape)} for {layout.slices(w)}",
                     need=f"shape {list(layout.block_shape(w))}",
-                    mend="return whole[index]",
+                    mend=mend,
                 )
             block_of_owner[owner] = block_of_sharers[key] = block
         elif key not in block_of_sharers:  # on another device

@@ -166,3 +166,21 @@ EVERY = {
 }
 SPECS = [P(), P("x"), P(None, "x"), P("y", "x"), P(("x", "y")), P(None, None, "y")]
 MESHES = [{"x": 1, "y": 1}, {"x": 2, "y": 1}, {"x": 3, "y": 1}, {"x": 2, "y": 2}]
+
+
+class Stored:
+    """An array as h5py and zarr have it: read by tuples of slices, each of which is noted; converted by np.asarray."""
+
+    def __init__(self, data: np.ndarray):
+        self.data = data
+        self.shape, self.dtype, self.ndim = data.shape, data.dtype, data.ndim
+        self.reads: list[tuple[slice, ...]] = []
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        assert isinstance(index, tuple)
+        assert all(type(s) is slice and s.step is None and s.stop > s.start for s in index)
+        self.reads.append(index)
+        return self.data[index].copy()
+
+    def __array__(self, dtype=None, copy=None):
+        raise AssertionError("the whole was read")

@@ -347,3 +347,37 @@ def test_what_can_be_drawn():
     assert random.choice(K, [[1, 2], [3, 4]], 5).shape == (5, 2)
     np.testing.assert_array_equal(random.bernoulli(K, [0, 1, 1.0, False]), [False, True, True, False])
     np.testing.assert_array_equal(random.categorical(K, [-np.inf, 0.0]), 1)
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (3, 1), (2, 2), (3, 2)])
+def test_classes_and_events_of_global_arrays_are_those_of_bare_ones(sides):
+    logits = np.random.default_rng(0).normal(size=(7, 5))
+    chances = np.random.default_rng(1).random((7, 5))
+    with spmd.Mesh(x=sides[0], y=sides[1]) as mesh:
+        grid = spmd.Layout.grid(logits.shape, (1, 1), mesh.axes, [mesh.size - 1])
+        for how in (P(), P("x"), P(None, "y"), P("y", "x"), grid):
+            x = spmd.put(logits, how)
+            for axis in (0, 1, -1):
+                wanted = spmd.random.categorical(K, logits, axis)
+                for have in (
+                    spmd.random.categorical(K, x, axis),
+                    spmd.random.categorical(K, logits, axis, spec=how),
+                    spmd.random.categorical(K, spmd.put(logits, P()), axis, spec=how),
+                ):
+                    assert type(have) is spmd.PartitionedArray
+                    np.testing.assert_array_equal(have.numpy(), wanted, strict=True)
+            events = spmd.random.bernoulli(K, spmd.put(chances, how))
+            assert events.layout == x.layout
+            np.testing.assert_array_equal(events.numpy(), spmd.random.bernoulli(K, chances), strict=True)
+
+
+def test_classes_of_a_global_array_are_drawn_block_by_block(monkeypatch):
+    drawn = []
+    with spmd.Mesh(x=3, y=2):
+        x = spmd.put(np.zeros((7, 5)), P("x", "y"))
+        gumbel = spmd.random.sampling.gumbel
+        monkeypatch.setattr(
+            spmd.random.sampling, "gumbel", lambda *args, **how: drawn.append(gumbel(*args, **how)) or drawn[-1]
+        )
+        spmd.random.categorical(K, x)
+        assert [noise.layout for noise in drawn] == [x.layout]

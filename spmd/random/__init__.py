@@ -9,9 +9,10 @@ the last bit for every mesh, layout, scheduler, transport and device.
 
 shape, spec, mesh: the shape is that of the whole array. Without a spec the whole array is made. With a spec or a
 `Layout` a body gets its worker's block, Varying over the axes that split it and Invariant along the others. Outside of
-bodies the result is a `PartitionedArray` on the mesh, of which each process makes its own blocks. `like(x, spec)` is
-the layout of the global array that a block of a body belongs to. Keys that differ between workers give different
-numbers.
+bodies the result is a `PartitionedArray` on the mesh, of which each process makes its own blocks. `like=x`, in place of
+spec and mesh, lays it out as a global array x (see `spmd.zeros`); without a shape it is that of x. In bodies
+`like(x, spec)` is the layout of the global array that a block belongs to. Keys that differ between workers give
+different numbers.
 
 The generator is Philox4x32-10 (`spmd.kernels.reference.philox`).
 """

@@ -41,6 +41,14 @@ def varying_axes(x: Any) -> frozenset[str]:
 Shape = int | Sequence[int]
 
 
+class _Omitted(tuple):
+    __slots__ = ()
+
+
+NO_SHAPE: Shape = _Omitted()
+"""The default of shapes: (), as that of one number, or the shape of `like`."""
+
+
 def as_array(where: str, argument: str, x: Any) -> Any:
     """x as an array, if it can be one."""
     if isinstance(x, list | tuple) or any(hasattr(type(x), name) for name in ("__array__", "toarray")):

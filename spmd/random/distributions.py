@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from spmd.array import layout_of
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import Mesh
-from spmd.random.arguments import Shape, as_array, checked_dtype, checked_float, checked_shape
-from spmd.random.drawing import draw
+from spmd.random.arguments import NO_SHAPE, Shape, as_array, checked_dtype, checked_float
+from spmd.random.drawing import draw, place_of
 from spmd.tracebacks import api_boundary
 
 __all__ = ["bernoulli", "bits", "exponential", "gumbel", "normal", "randint", "truncated_normal", "uniform"]
@@ -38,25 +39,34 @@ def _check_order(where: str, **numbers: Any) -> None:
 
 
 @api_boundary
-def bits(key, shape: Shape = (), dtype: Any = np.uint32, *, spec: Any = None, mesh: Mesh | None = None):
+def bits(
+    key,
+    shape: Shape = NO_SHAPE,
+    dtype: Any = np.uint32,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
+):
     """Random integers over the full range of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
     checked = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
     if checked not in (np.dtype(np.uint32), np.dtype(np.uint64)):
         raise SpecError.at(where, argument="dtype", got=str(checked), need="uint32 or uint64", mend="bits(...) >> 24")
-    return draw(where, key, "random_bits", checked_shape(where, shape), checked, spec, mesh)
+    return draw(where, key, "random_bits", checked, place_of(where, shape, spec, mesh, like))
 
 
 @api_boundary
 def uniform(
     key,
-    shape: Shape = (),
+    shape: Shape = NO_SHAPE,
     dtype: Any = float,
     minval: float = 0.0,
     maxval: float = 1.0,
     *,
     spec: Any = None,
     mesh: Mesh | None = None,
+    like: Any = None,
 ):
     """Uniformly distributed numbers in [minval, maxval)."""
     where, dtype = "spmd.random.uniform", checked_float("spmd.random.uniform", dtype)
@@ -70,14 +80,16 @@ def uniform(
             need=f"two numbers that {dtype} holds, and not infinitely far apart",
             mend="minval=0.0, maxval=1.0",
         )
-    return draw(where, key, "random_uniform", checked_shape(where, shape), dtype, spec, mesh, *bounds)
+    return draw(where, key, "random_uniform", dtype, place_of(where, shape, spec, mesh, like), *bounds)
 
 
 @api_boundary
-def normal(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+def normal(
+    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
+):
     """Normally distributed numbers with mean 0 and variance 1."""
     where = "spmd.random.normal"
-    return draw(where, key, "random_normal", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
+    return draw(where, key, "random_normal", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
 
 @api_boundary
@@ -85,11 +97,12 @@ def truncated_normal(
     key,
     lower: float,
     upper: float,
-    shape: Shape = (),
+    shape: Shape = NO_SHAPE,
     dtype: Any = float,
     *,
     spec: Any = None,
     mesh: Mesh | None = None,
+    like: Any = None,
 ):
     """Normally distributed numbers, conditioned to lie between lower and upper (which may be infinite).
 
@@ -107,34 +120,44 @@ def truncated_normal(
             mend="lower + exponential(key, shape) / lower is near such a tail",
         )
     bounds = float(lower), float(upper)
-    return draw(where, key, "random_truncated", checked_shape(where, shape), dtype, spec, mesh, *bounds)
+    return draw(where, key, "random_truncated", dtype, place_of(where, shape, spec, mesh, like), *bounds)
 
 
 @api_boundary
-def exponential(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+def exponential(
+    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
+):
     """Exponentially distributed numbers with mean 1."""
     where = "spmd.random.exponential"
-    return draw(where, key, "random_exponential", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
+    return draw(where, key, "random_exponential", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
 
 @api_boundary
-def gumbel(key, shape: Shape = (), dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None):
+def gumbel(
+    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
+):
     """Gumbel-distributed numbers."""
     where = "spmd.random.gumbel"
-    return draw(where, key, "random_gumbel", checked_shape(where, shape), checked_float(where, dtype), spec, mesh)
+    return draw(where, key, "random_gumbel", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
 
 @api_boundary
-def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None):
-    """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape (default: its own).
+def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None):
+    """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape.
 
+    shape: by default that of like, else that of p. A global p, without spec and like, stands for like.
     Raises SpecError for a p on the host outside of [0, 1].
     """
     where = "spmd.random.bernoulli"
     p = as_array(where, "p", p)
     _check_probabilities(where, p)
     p_shape = np.shape(p)
-    drawn = uniform(key, p_shape if shape is None else checked_shape(where, shape), np.float32, spec=spec, mesh=mesh)
+    if shape is None:
+        shape = p_shape if like is None else NO_SHAPE
+    if spec is None and like is None and layout_of(p) is not None:
+        like = p
+    place = place_of(where, shape, spec, mesh, like)
+    drawn = draw(where, key, "random_uniform", np.dtype(np.float32), place, 0.0, 1.0)
     shape_drawn = drawn.shape
     if len(p_shape) > len(shape_drawn) or any(
         n not in (1, m) for n, m in zip(reversed(p_shape), reversed(shape_drawn), strict=False)
@@ -164,7 +187,15 @@ def _check_probabilities(where: str, p: Any) -> None:
 
 @api_boundary
 def randint(
-    key, shape: Shape, minval: int, maxval: int, dtype: Any = int, *, spec: Any = None, mesh: Mesh | None = None
+    key,
+    shape: Shape,
+    minval: int,
+    maxval: int,
+    dtype: Any = int,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
 ):
     """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval)."""
     where = "spmd.random.randint"
@@ -195,4 +226,4 @@ def randint(
         return (upper + np.uint64(low % (1 << 64))).astype(dtype).reshape(shape)
 
     words = np.dtype(np.uint64)
-    return draw(where, key, "random_bits", checked_shape(where, shape), words, spec, mesh, transform=scaled)
+    return draw(where, key, "random_bits", words, place_of(where, shape, spec, mesh, like), transform=scaled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd import kernels
 from spmd.array import PartitionedArray
@@ -11,27 +11,39 @@ from spmd.errors import SpecError, describe
 from spmd.layout import Spec
 from spmd.mesh import WORKER, Mesh
 from spmd.operators.varying import varying
-from spmd.placement import mesh_for
-from spmd.random.arguments import key_words, varying_axes
+from spmd.placement import mesh_for, placed
+from spmd.random.arguments import NO_SHAPE, Shape, checked_shape, key_words, varying_axes
 from spmd.transport.handles import read_only
 
 SPLIT_STREAM, FOLD_STREAM = 1, 2
 """The streams of a key for `split` and `fold_in`; numbers come from stream 0."""
 
 
+class Place(NamedTuple):
+    """Which part of a whole array is drawn: shape is that of the whole; without a spec it is all of it."""
+
+    shape: tuple[int, ...]
+    spec: Any = None
+    mesh: Mesh | None = None
+
+
+def place_of(where: str, shape: Shape, spec: Any, mesh: Mesh | None, like: Any) -> Place:
+    """What the arguments of a random function say, checked. Without a shape it is that of `like`, else ()."""
+    lengths = getattr(like, "shape", ()) if shape is NO_SHAPE and like is not None else checked_shape(where, shape)
+    return Place(lengths, *placed(where, lengths, spec, mesh, like))
+
+
 def draw(
     where: str,
     key: Any,
     kernel: str,
-    shape: tuple[int, ...],
     dtype: Any,
-    spec: Any,
-    mesh: Mesh | None,
+    place: Place,
     *options: Any,
     transform: Callable[[Any], Any] = lambda x: x,
 ) -> Any:
     """The numbers of a kernel: the whole array, this worker's block of it, or the blocks of this process."""
-    words = key_words(where, key)
+    words, (shape, spec, mesh) = key_words(where, key), place
     worker = WORKER.get()
     if spec is not None and not isinstance(spec, Spec):
         raise SpecError.at(

@@ -10,7 +10,7 @@ from spmd import kernels
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.random.arguments import Shape, checked_shape, key_words, varying_axes
-from spmd.random.drawing import FOLD_STREAM, SPLIT_STREAM, draw, with_state
+from spmd.random.drawing import FOLD_STREAM, SPLIT_STREAM, Place, draw, with_state
 from spmd.tracebacks import api_boundary
 
 __all__ = ["fold_in", "key", "split"]
@@ -38,7 +38,7 @@ def key(seed: int) -> np.ndarray:
 def split(key, num: Shape = 2):
     """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up."""
     shape = (*checked_shape("spmd.random.split", num, "num"), 2)
-    return draw("spmd.random.split", key, "random_bits", shape, np.uint32, None, None, SPLIT_STREAM)
+    return draw("spmd.random.split", key, "random_bits", np.uint32, Place(shape), SPLIT_STREAM)
 
 
 @api_boundary

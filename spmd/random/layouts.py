@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
+from spmd.array import PartitionedArray, layout_of
 from spmd.errors import SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.layout import Layout, P
@@ -61,10 +61,10 @@ def like(x, spec: P) -> Layout:
 
 
 def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:
-    """The layout of the global array of which x is a block; None if x is the whole array."""
+    """The layout of the global array of which x is a block, or which it is; None if x is a bare whole array."""
     worker = WORKER.get()
     if worker is None:
-        return None
+        return layout_of(x)
     if spec is None and (not worker.tracked or varying_axes(x)):
         raise SpecError.at(
             where,

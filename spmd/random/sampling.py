@@ -9,10 +9,14 @@ import numpy as np
 
 from spmd import kernels
 from spmd.errors import LayoutError, SpecError, describe
+from spmd.global_ops.call import global_value
+from spmd.global_ops.resharding import reshard
 from spmd.layout import P
+from spmd.mesh import WORKER
+from spmd.placement import put
 from spmd.random.arguments import Shape, as_array, checked_float, checked_shape
 from spmd.random.distributions import gumbel, randint, uniform
-from spmd.random.drawing import draw
+from spmd.random.drawing import Place, draw
 from spmd.random.layouts import layout_of_block
 from spmd.tracebacks import api_boundary
 
@@ -23,7 +27,8 @@ __all__ = ["categorical", "choice", "permutation"]
 def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
     """A class for each row, with probabilities softmax(logits) along an axis, by the Gumbel-max method.
 
-    spec: in a body, the split of the whole logits; the axis must be whole.
+    spec: in a body, the split of the whole logits; the axis must be whole. Outside of bodies, how to lay logits out;
+    those that are global are used as they lie, and each worker draws for its own block.
     """
     where = "spmd.random.categorical"
     logits = as_array(where, "logits", logits)
@@ -36,8 +41,10 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
             need="an array, and that of its axes which counts the classes, of which there is one at least",
             mend="axis=-1",
         )
+    if spec is not None and WORKER.get() is None:
+        logits = put(logits, spec) if global_value(logits) is None else reshard(logits, spec)
     layout = layout_of_block(where, logits, spec)
-    dims = layout.spec.dims if layout is not None else ()
+    dims = layout.spec.dims if layout is not None and WORKER.get() is not None else ()
     if dims and dims[axis]:
         raise LayoutError.at(
             where,
@@ -80,7 +87,7 @@ def _random_order(key, n: int):
     """A random order of n items: that of sorted random words."""
     where = "spmd.random.permutation"
     sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
-    return draw(where, key, "random_bits", (n,), np.dtype(np.uint64), None, None, transform=sort)
+    return draw(where, key, "random_bits", np.dtype(np.uint64), Place((n,)), transform=sort)
 
 
 @api_boundary

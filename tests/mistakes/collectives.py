@@ -201,6 +201,8 @@ AXES = [
             "axis_index": lambda: spmd.axis_index("data"),
             "axis_size": lambda: spmd.axis_size("data"),
             "worker_index": lambda: spmd.worker_index("data"),
+            "block_slices": lambda: spmd.block_slices(4, P("data")),
+            "block_indices": lambda: spmd.block_indices(4, P("data")),
             "varying": lambda: spmd.varying(X, "data"),
             "keep": lambda: spmd.keep(X, "data"),
         }.items()
