@@ -13,7 +13,7 @@ from spmd.errors import LayoutError, SpecError
 from spmd.layout_arguments import checked_axes, checked_copies, checked_integers
 from spmd.layout_html import layout_page
 from spmd.layout_picture import BlockGrids
-from spmd.spec import P
+from spmd.spec import P, unreduced_error
 from spmd.tracebacks import api_boundary
 
 __all__ = ["Layout", "P", "Spec", "block_bounds", "block_sizes", "offsets"]
@@ -82,7 +82,7 @@ class Layout:
         self.axes = checked_axes("spmd.Layout", axes)
         if not isinstance(spec, P):
             raise SpecError.at("spmd.Layout", argument="spec", got=repr(spec), need="a spec", mend='P("x") or P()')
-        spec.check(self.axes, "spmd.Layout", "spec", len(self.shape))
+        spec.check(self.axes, "spmd.Layout", "spec", len(self.shape), unreduced=True)
         self.spec = P(*spec.trimmed, *[None] * (len(self.shape) - len(spec.trimmed)), unreduced=spec.unreduced)
         self.workers = None
         self.copies = checked_copies(copies)
@@ -223,8 +223,12 @@ class Layout:
         """The same blocks, of an array that is the sum of what lies along these axes."""
         return Layout(self.shape, P(*self.spec.dims, unreduced=names), self.axes, self.cuts, copies=self.copies)
 
-    def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
+    def check(
+        self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None, *, unreduced: bool = False
+    ) -> None:
         """Raise if the layout cannot replace a spec: other axes, other dimensions, or copies that vary."""
+        if self.unreduced and not unreduced:
+            raise unreduced_error(where, argument, self)
         if [*self.axes.items()] != [*axes.items()]:  # their order numbers the workers
             raise LayoutError.at(
                 where,
@@ -379,7 +383,7 @@ class Layout:
     def of_blocks(cls, shapes: Sequence[tuple[int, ...]], spec: P, axes: Mapping[str, int], where: str) -> Layout:
         """The layout of the array that a spec splits into blocks of these shapes."""
         ndim = len(shapes[0])
-        spec.check(axes, where, "spec", ndim)
+        spec.check(axes, where, "spec", ndim, unreduced=True)
         probe = cls((0,) * ndim, spec, axes)
         cuts: list[list[int | None]] = [[None] * len(c) for c in probe.cuts]
         for w, shape in enumerate(shapes):

@@ -196,7 +196,7 @@ class ArgumentSpecs:
             leaf = leaf._replace(value=x)
         assert leaf.spec is not None
         shape = getattr(x, "shape", ())
-        leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape))
+        leaf.spec.check(mesh.axes, self.where, leaf.path, len(shape), unreduced=True)
         mesh.layout(shape, leaf.spec, self.where, leaf.path)
         if isinstance(x, PartitionedArray) and x.mesh != mesh:
             raise MeshError.at(
@@ -330,9 +330,15 @@ def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, 
 
 
 def copied_to_all(x, mesh: Mesh) -> Any:
-    """A bare array, traced or not, as a global one that every worker holds."""
+    """A bare array, traced or not, as a global one that every worker holds. One that is traced is copied once: the
+    cotangents of all operations that use it meet before their sum."""
     value = value_of(x)
-    return move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
+    copies = x.tape.varied_copies if type(x) is Array and x.tape is not None else {}
+    key = getattr(x, "node", None), mesh
+    copy = copies.get(key)
+    if copy is None:
+        copy = copies[key] = move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
+    return copy
 
 
 def _is_global(x: Any) -> bool:

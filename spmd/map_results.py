@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ from spmd.replicas.compare import (
 )
 from spmd.replicas.records import object_record, record_relation
 from spmd.replicas.verify import report, verify_shared
+from spmd.resharding import check_dtype_of_parts
 from spmd.spec_trees import Leaf, shown, spread
 from spmd.state import State, state_of
 from spmd.transport.call import Call
@@ -101,6 +102,8 @@ class ResultSpecs:
         """One result as a block: bare, C-contiguous, read-only, and Invariant where out_specs promise it."""
         x, spec = leaf.value, leaf.spec
         assert spec is not None
+        if spec.unreduced and worker.tracked and type(x) is not Array:
+            self._check_parts(worker, leaf)
         if type(x) is Array:
             x = self.in_promised_state(worker, leaf, x)
             block = self._admit(leaf, as_block(value_of(x)))
@@ -115,7 +118,9 @@ class ResultSpecs:
         else:
             bare = self._admit(leaf, x)
             block = owned(bare) if writable(bare) else np.asarray(bare, order="C")
-        spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim)
+        spec.check(worker.mesh.axes, self.where, leaf.path, block.ndim, unreduced=True)
+        if spec.unreduced:
+            check_dtype_of_parts(self.where, block.dtype, leaf.path)
         if worker.mesh.places is not None:
             block = worker.mesh.places.moved(block, worker.index)
         copies = tuple(n for n in worker.mesh.axes if n not in spec.varying)
@@ -135,7 +140,7 @@ class ResultSpecs:
         """The state that its spec promises for a result in a state. Raises if the result varies over more axes."""
         spec = leaf.spec
         assert spec is not None
-        spec.check(worker.mesh.axes, self.where, leaf.path, ndim)
+        spec.check(worker.mesh.axes, self.where, leaf.path, ndim, unreduced=True)
         extra = [n for n in worker.mesh.axes if n in state.varying and n not in spec.varying]
         if extra:
             axes = one_or_all(extra)
@@ -147,17 +152,22 @@ class ResultSpecs:
                 mend=f"spmd.psum(x, {axes}), spmd.mean(x, {axes}) or spmd.all_gather(x, {axes}, "
                 f'to="invariant") make it so; or name {all_of(extra)} in out_specs to keep a block per worker',
             )
-        sums = () if not isinstance(spec, P) else [n for n in worker.mesh.axes if n in spec.unreduced - state.varying]
+        self._check_parts(worker, leaf, state.varying)
+        return state_of(state.varying | spec.varying)
+
+    def _check_parts(self, worker: Worker, leaf: Leaf, varying: Collection[str] = ()) -> None:
+        """Raise if a result that is promised to be unreduced along some axes is one value along them."""
+        assert leaf.spec is not None
+        sums = [n for n in worker.mesh.axes if n in leaf.spec.unreduced and n not in varying]
         if sums:
             raise StateError.at(
                 self.where,
                 argument=leaf.path,
-                got=f"{describe(leaf.value)}, promised by out_specs {spec} to be unreduced along {all_of(sums)}",
+                got=f"{describe(leaf.value)}, promised by out_specs {leaf.spec} to be unreduced along {all_of(sums)}",
                 need=f"a part of the sum on each worker along {axes_of(sums)}: the sum of this one value over them "
                 "would count it once for each",
                 mend=f"leave {all_of(sums)} out of unreduced; spmd.pvary(x, {one_or_all(sums)}) if that sum is meant",
             )
-        return state_of(state.varying | spec.varying)
 
     def as_object(self, leaf: Leaf):
         """A result with the out_spec None, which is passed as it is. An array must be one value."""

@@ -20,6 +20,7 @@ from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import WORKER, Mesh, current_mesh
 from spmd.replicas.compare import digest
+from spmd.resharding import check_dtype_of_parts
 from spmd.spec_trees import REQUIRED, Leaf, shown, spread
 from spmd.tracebacks import api_boundary
 
@@ -59,7 +60,7 @@ def _check_spec(spec: Any, mesh: Mesh, where: str, ndim: int, argument: str = "s
             need="a P, or a Layout",
             mend='P("x", None), or P() for copies',
         )
-    spec.check(mesh.axes, where, argument, ndim)
+    spec.check(mesh.axes, where, argument, ndim, unreduced=True)
 
 
 _NUMBERS = "an array of numbers"
@@ -214,6 +215,8 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
 
     Along unreduced axes the first worker has the block, and the others zeros.
     """
+    if layout.unreduced:
+        check_dtype_of_parts("an unreduced layout", data.dtype)
 
     def block(w: int) -> np.ndarray:
         if layout.unreduced and any(layout.coordinates(w)[n] for n in layout.unreduced):
@@ -249,6 +252,8 @@ def made(
     where: str, argument: str, layout: Layout, mesh: Mesh, fn: Callable[[tuple[slice, ...]], Any], mend: str
 ) -> PartitionedArray:
     """The array of which fn(index) gives the block at an index. It is called once for copies in this process."""
+    if layout.unreduced:
+        return relayout(made(where, argument, layout.reduced, mesh, fn, mend), layout)
     block_of_owner: dict[int, np.ndarray] = {}
     block_of_sharers: dict[Any, np.ndarray] = {}
     for w in mesh.local_workers:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.errors import caller, source_line
+from spmd.errors import LayoutError, caller, source_line
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
 from spmd.operators.base import Operator
@@ -21,7 +21,7 @@ from spmd.operators.repartition import Repartition
 from spmd.operators.sums import Sum
 from spmd.transport.call import LEDGERS, Call, Group
 
-__all__ = ["SHOWN", "Step", "moved_blocks", "way"]
+__all__ = ["SHOWN", "Step", "check_dtype_of_parts", "moved_blocks", "way"]
 
 SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
 """Whether arrays that are laid out anew are shown: see `spmd.debug`."""
@@ -156,12 +156,26 @@ class KeptOnce(Step):
         return x if first else np.zeros_like(x)
 
 
+def check_dtype_of_parts(where: str, dtype: np.dtype, argument: str | None = None) -> None:
+    """Raise for arrays that cannot be unreduced, because no sum of such parts has their dtype."""
+    if dtype.kind == "b":
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got="an unreduced array of booleans",
+            need="numbers, which are added",
+            mend="x.astype(int)",
+        )
+
+
 _ways: dict[Any, tuple[Step, ...]] = {}
 
 
 def way(mesh: Mesh, source: Layout, target: Layout, dtype: np.dtype) -> tuple[Step, ...]:
     """The steps from one layout to another. Of the ways to sum what is unreduced in the source, and not in the target,
     the one by which the workers send the fewest bytes, and then messages."""
+    if target.unreduced:
+        check_dtype_of_parts("an unreduced layout", dtype)
     key = source, target, dtype.itemsize
     found = _ways.get(key)
     if found is None:

@@ -9,7 +9,7 @@ from typing import Any
 from spmd.errors import SpecError, nearest
 from spmd.tracebacks import shorten
 
-__all__ = ["P"]
+__all__ = ["P", "unreduced_error"]
 
 
 @lru_cache(maxsize=1024)
@@ -80,6 +80,17 @@ def _axis_names(unreduced: Any) -> frozenset[str]:
     return frozenset(names)
 
 
+def unreduced_error(where: str, argument: str, got: Any) -> SpecError:
+    """The error for a spec, or layout, with unreduced axes where an array lies in blocks."""
+    return SpecError.at(
+        where,
+        argument=argument,
+        got=str(got),
+        need="a spec without unreduced axes: it says which block of an array each worker holds",
+        mend=f"{got.reduced}; global arrays and the specs of maps may be unreduced",
+    )
+
+
 def _unpickled(kind: type[P], dims: tuple[Any, ...], unreduced: frozenset[str]) -> P:
     return kind(*dims, unreduced=unreduced)
 
@@ -147,8 +158,13 @@ class P:
         """The same spec without unreduced axes."""
         return P(*self.dims) if self.unreduced else self
 
-    def check(self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None) -> None:
-        """Raise if the spec names unknown axes, or has more entries than the array has dimensions."""
+    def check(
+        self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None, *, unreduced: bool = False
+    ) -> None:
+        """Raise if the spec names unknown axes, or has more entries than the array has dimensions. unreduced: whether
+        the array may be the sum of what lies along some axes."""
+        if self.unreduced and not unreduced:
+            raise unreduced_error(where, argument, self)
         unknown = [n for n in (*self.axes, *sorted(self.unreduced)) if n not in axes]
         if unknown:
             close = nearest(unknown[0], axes, 1)

@@ -40,6 +40,6 @@ def reshard(x: Any, spec: Spec) -> Any:
             need="a P, or a Layout",
             mend='P("x"), or P() for copies',
         )
-    spec.check(value.mesh.axes, "spmd.reshard", "spec", value.ndim)
+    spec.check(value.mesh.axes, "spmd.reshard", "spec", value.ndim, unreduced=True)
     target = value.mesh.layout(value.shape, spec, "spmd.reshard", "spec")
     return x if target == value.layout else move_to_layout(x, value.layout, target, value.mesh)

@@ -18,6 +18,7 @@ from spmd.operators.base import Operator
 from spmd.operators.memo import interned, memoised
 from spmd.operators.sums import unmoved
 from spmd.plan import Move, plan
+from spmd.spec import unreduced_error
 from spmd.state import INVARIANT, VARYING, State, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.call import Group, Shape
@@ -169,6 +170,8 @@ def _made(kind: type[_Relayout], src: Layout, dst: Layout, sides: tuple[tuple[st
                 need=f"a Layout over axes of the mesh, {dict(axes)}",
                 mend="mesh.layout(shape, spec), or spmd.Layout.grid(shape, grid, axes, workers)",
             )
+        if layout.unreduced:
+            raise unreduced_error(where, name, layout)
         if layout.spec is None and layout.copies == "invariant" and layout.has_copies:
             raise LayoutError.at(
                 where,

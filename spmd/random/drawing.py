@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from spmd import kernels
-from spmd.array import PartitionedArray
+from spmd.array import PartitionedArray, relayout
 from spmd.errors import SpecError, describe
 from spmd.layout import Spec
 from spmd.mesh import WORKER, Mesh
@@ -66,8 +66,9 @@ def draw(
     if mesh is None or spec is None:
         whole = tuple((0, n) for n in shape)
         return with_state(numbers_in(whole, 0 if worker is None else worker.index), varying_axes(key))
-    spec.check(mesh.axes, where, "spec", len(shape))
-    layout = mesh.layout(shape, spec, where)
+    spec.check(mesh.axes, where, "spec", len(shape), unreduced=worker is None)
+    target = mesh.layout(shape, spec, where)
+    layout = target.reduced
 
     def block(w: int) -> Any:
         if not shape and layout.positions(w) is None:  # a scalar that another worker holds
@@ -76,7 +77,7 @@ def draw(
 
     if worker is not None:
         return with_state(block(worker.index), layout.varying | varying_axes(key))
-    return PartitionedArray(mesh.shared(layout, lambda w: read_only(block(w))), layout, mesh)
+    return relayout(PartitionedArray(mesh.shared(layout, lambda w: read_only(block(w))), layout, mesh), target)
 
 
 def with_state(x: Any, axes: frozenset[str]) -> Any:
