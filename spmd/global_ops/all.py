@@ -1,7 +1,8 @@
 """Registers all functions of global arrays."""
 
-from spmd.array import MAPPED
 from spmd.global_ops import along, contractions, elementwise, indexing, methods, reductions, shapes, updates  # noqa: F401
+from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
+from spmd.layout_rules import Rule
 
-MAPPED[None] = lambda fun, *args, **kwargs: whole(fun, args, kwargs)
+implements(None, rule=Rule.WHOLE)(lambda fun, *args, **kwargs: whole(fun, args, kwargs))

@@ -19,6 +19,7 @@ from spmd.global_ops.call import Arguments, check_gathered, dims_of, gather_limi
 from spmd.global_ops.registry import implements
 from spmd.global_ops.rings import Ring, Side, ring_product
 from spmd.global_ops.whole import whole
+from spmd.layout_rules import Rule
 from spmd.operators.reduce import psum
 from spmd.operators.splitting import normal_axis
 
@@ -75,13 +76,14 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     dtypes, values = [np.dtype(a.dtype) for a in operands], [global_value(a) for a in operands]
     given = dict(options or {})
     given.setdefault("optimize", all(dtype.kind in "fc" for dtype in dtypes))
+    dtype = np.dtype(given.get("dtype") or np.result_type(*dtypes))
     product = Product(
         tuple(letters),
         out,
         tuple(shapes),
         tuple(None if value is None else value.layout for value in values),
         tuple(dtype.itemsize for dtype in dtypes),
-        _summed_as(np.dtype(given.get("dtype") or np.result_type(*dtypes))),
+        _summed_as(dtype),
         tuple(arguments.mesh.axes.items()),
     )
     found = assign(product, gather_limit())
@@ -90,7 +92,7 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
         words = [_simplified(k, letters, out) for k in range(len(letters))]
         if words != letters:
             pairs = zip(operands, letters, words, strict=True)
-            operands = [x if a == b else np.einsum(f"{a}->{b}", x, **given) for x, a, b in pairs]
+            operands = [x if a == b else np.einsum(f"{a}->{b}", x.astype(dtype)) for x, a, b in pairs]
             return contract(where, f"{','.join(words)}->{out}", operands, options)
     gathered = [value for k in found.gathered if (value := values[k]) is not None]
     check_gathered(where, gathered, "lay the operands out alike with spmd.put")
@@ -132,7 +134,7 @@ def _added(part: Any, names: tuple[str, ...]) -> Any:
     return total != 0 if part.dtype.kind == "b" else total.astype(part.dtype)
 
 
-@implements(np.einsum)
+@implements(np.einsum, rule=Rule.PRODUCT)
 def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = False, **options: Any) -> Any:
     if not isinstance(subscripts, str):
         return whole(np.einsum, (subscripts, *operands), options)
@@ -145,7 +147,7 @@ def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@implements(np.matmul)
+@implements(np.matmul, rule=Rule.PRODUCT)
 def matmul(x1: Any, x2: Any, /, **options: Any) -> Any:
     options = {name: option for name, option in options.items() if option is not None}
     if not {*options} <= {"dtype"}:
@@ -175,7 +177,7 @@ def _check_lengths(where: str, a: Any, b: Any, pairs: Sequence[tuple[int, int]])
             )
 
 
-@implements(np.dot)
+@implements(np.dot, rule=Rule.PRODUCT)
 def dot(a: Any, b: Any, out: Any = None) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
@@ -188,7 +190,7 @@ def dot(a: Any, b: Any, out: Any = None) -> Any:
     return contract("np.dot", f"{left},{right}->{result}", (a, b))
 
 
-@implements(np.inner)
+@implements(np.inner, rule=Rule.PRODUCT)
 def inner(a: Any, b: Any, /) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
@@ -198,12 +200,12 @@ def inner(a: Any, b: Any, /) -> Any:
     return contract("np.inner", f"{left},{right}->{left[:-1]}{right[:-1]}", (a, b))
 
 
-@implements(np.outer)
+@implements(np.outer, rule=Rule.PRODUCT)
 def outer(a: Any, b: Any, out: Any = None) -> Any:
     return contract("np.outer", "i,j->ij", (np.ravel(a), np.ravel(b)))
 
 
-@implements(np.vdot)
+@implements(np.vdot, rule=Rule.PRODUCT)
 def vdot(a: Any, b: Any, /) -> Any:
     a, b = np.ravel(np.conj(a)), np.ravel(b)
     _check_lengths("np.vdot", a, b, [(0, 0)])
@@ -211,7 +213,9 @@ def vdot(a: Any, b: Any, /) -> Any:
 
 
 @implements(
-    *([np.vecdot] if hasattr(np, "vecdot") else []), *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else [])
+    *([np.vecdot] if hasattr(np, "vecdot") else []),
+    *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else []),
+    rule=Rule.REDUCED,
 )
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> Any:
     _check_lengths("np.vecdot", x1, x2, [(axis, axis)])
@@ -219,7 +223,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> An
     return np.sum(product, axis=axis, keepdims=keepdims, dtype=product.dtype)
 
 
-@implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []))
+@implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []), rule=Rule.PRODUCT)
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if np.ndim(axes) == 0:
@@ -239,7 +243,7 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     return contract("np.tensordot", f"{''.join(left)},{''.join(right)}->{out}", (a, b))
 
 
-@implements(np.linalg.norm)
+@implements(np.linalg.norm, rule=Rule.REDUCED)
 def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
     dims = tuple(range(np.ndim(x))) if axis is None else dims_of("np.linalg.norm", axis, np.ndim(x))
     if axis is not None and len(dims) > 2:
@@ -255,7 +259,7 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
 
 if hasattr(np.linalg, "vector_norm"):
 
-    @implements(np.linalg.vector_norm)
+    @implements(np.linalg.vector_norm, rule=Rule.REDUCED)
     def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:
         return _vector_norm(_size(x), ord, dims_of("np.linalg.vector_norm", axis, np.ndim(x)), keepdims)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -225,8 +225,8 @@ def ring_product(*blocks: Any, ring: Ring) -> Any:
             route = _Route.of(ring, out, step)
             box, part = route.box, np.zeros_like(total, shape=_shape(route.box))
         at = _pieces_of_step(ring, me, step)
-        arrays = [x[_cut(side.word, have, at)] for side, (x, have) in zip(operands, pieces, strict=True)]
-        _add_product(part[_cut(out.word, box, at)], arrays, ring)
+        cut = (x[_cut(side.word, have, at)] for side, (x, have) in zip(operands, pieces, strict=True))
+        _add_product(part[_cut(out.word, box, at)], cut, ring)
     if route is not None:
         route.add(total, part)
     return total
@@ -238,10 +238,11 @@ def _cut(word: str, have: Box, at: Pieces) -> tuple[Any, ...]:
     return *(slice(start - a, stop - a) for (start, stop), (a, _) in zip(bounds, have, strict=True)), ...
 
 
-def _add_product(total: Any, arrays: Sequence[Any], ring: Ring) -> None:
+def _add_product(total: Any, operands: Iterable[Any], ring: Ring) -> None:
     """Add a product, in slabs of its longest dimension that may be gathered."""
     if not total.size:
         return
+    arrays = list(operands)  # which nothing else refers to: the pieces are free before others are fetched
     words, out = [side.word for side in ring.sides[:-1]], ring.sides[-1].word
     c, n = max(zip(out, total.shape, strict=True), key=lambda pair: pair[1], default=("", 1))
     ends = offsets(block_sizes(n, min(n, math.ceil(total.nbytes / max(1 << 20, gather_limit())))))
