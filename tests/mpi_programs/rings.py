@@ -39,8 +39,8 @@ def peak_of(f, *args) -> int:
 
 def main() -> list[str]:
     wrong = []
-    for shape, inner in (((513, 700), 514), ((600, 401), 403)):  # uneven blocks
-        a, b = RNG.normal(size=shape) / 30, RNG.normal(size=(shape[1], inner)) / 30
+    for shape, inner in (((53, 70), 54), ((60, 41), 43)):  # uneven blocks
+        a, b = RNG.normal(size=shape) / 10, RNG.normal(size=(shape[1], inner)) / 10
         for specs in ((P("x", "y"), P("x", "y")), (P(("x", "y")), P(("y", "x"))), (P("y"), P("x"))):
             u, v = (spmd.put(array, spec) for array, spec in zip((a, b), specs, strict=True))
             if not np.allclose((u @ v).numpy(), a @ b):
@@ -58,8 +58,7 @@ def too_large() -> list[str]:
     u = spmd.put(RNG.normal(size=(1024, 2048)), P(("x", "y")))
     product = lambda u: u @ u.T
     gradient = spmd.grad(lambda u: np.sum(product(u) ** 2))
-    second = spmd.grad(lambda u: np.sum(gradient(u) ** 2))
-    for f, most in ((product, 4.5), (gradient, 8.5), (second, 14)):
+    for f, most in ((product, 4.5), (gradient, 8.5)):
         peaks = []
         for limit in ("1", "64"):
             os.environ["SPMD_GATHER_LIMIT"] = limit
