@@ -315,3 +315,17 @@ def test_what_no_ring_helps_is_an_error(monkeypatch):
         with pytest.raises(spmd.errors.LayoutError, match="at most 1 MiB, to be gathered"):
             np.einsum("ii->i", u)
         assert np.einsum("ij,kj->", u, u).shape == ()
+
+
+@pytest.mark.parametrize("limit", ["0", "64"])
+def test_operands_on_a_grid(limit, monkeypatch):
+    monkeypatch.setenv("SPMD_GATHER_LIMIT", limit)
+    a, b = np.arange(35.0).reshape(7, 5), np.arange(15.0).reshape(5, 3)
+    with spmd.Mesh(x=2, y=2) as mesh:
+        u = spmd.put(a, Layout.grid((7, 5), (3, 1), mesh.axes, [3, 1, 2], [(4, 0, 3), None]))
+        v = spmd.put(b, P("y"))
+        np.testing.assert_allclose((u @ v).numpy(), a @ b)
+        gradient = spmd.grad(lambda u: np.sum(np.sin(u @ v)))(u)
+        np.testing.assert_allclose(gradient.numpy(), np.cos(a @ b) @ b.T)
+        assert gradient.layout == u.layout
+        assert np.einsum("ij,kj->ik", u, u).shape == (7, 7)
