@@ -19,6 +19,7 @@ from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
+from spmd.layout_rules import RULES, Rule
 from spmd.mesh import WORKER, Mesh
 from spmd.ownership import owned
 from spmd.resharding import moved_blocks
@@ -398,11 +399,12 @@ def _refuse_out(where: str, options: dict[str, Any]) -> None:
         )
 
 
-def implements(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of a NumPy function for global arrays."""
+def implements(function: Any, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of a NumPy function for global arrays. rule: how it lays out the
+    result."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS[function] = handler
+        _HANDLERS[function], RULES[function] = handler, rule
         return handler
 
     return register

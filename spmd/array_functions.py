@@ -25,6 +25,7 @@ from spmd.autodiff.primitive import name_of
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, P
+from spmd.layout_rules import Rule
 from spmd.mesh import Mesh
 from spmd.operators.splitting import normal_axis
 
@@ -38,7 +39,7 @@ def _operand(x: Any, where: str) -> Any:
     return admit(x, where)
 
 
-@implements(np.ufunc)
+@implements(np.ufunc, Rule.BLOCKWISE)
 def _blockwise(ufunc, inputs, kwargs):
     """A ufunc of operands that agree in layout, on the blocks of every worker."""
     where = f"np.{ufunc.__name__}"
@@ -222,7 +223,7 @@ def _plain(option: Any) -> Any:
     return option if option is None or option is True or option is np._NoValue else ...  # type: ignore[attr-defined]
 
 
-@implements(np.sum)
+@implements(np.sum, Rule.REDUCED)
 def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> PartitionedArray:
     """np.sum over dimensions of the global array."""
     x = a
@@ -252,7 +253,7 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     return PartitionedArray(mesh.shared(layout, block), layout, mesh)
 
 
-@implements(np.broadcast_to)
+@implements(np.broadcast_to, Rule.PERMUTED)
 def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArray:
     x, shape = array, (shape,) if np.ndim(shape) == 0 else shape
     if x.layout.spec is None and not x.ndim and len(shape):
@@ -277,7 +278,7 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
     return Layout(shape, P(*dims, unreduced=layout.unreduced), layout.axes, cuts)
 
 
-@implements(np.expand_dims)
+@implements(np.expand_dims, Rule.PERMUTED)
 def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
     x = a
     ndim = x.ndim + np.size(axis)
@@ -286,7 +287,7 @@ def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
     return share_copies({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
-@implements(np.stack)
+@implements(np.stack, Rule.PERMUTED)
 def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") -> PartitionedArray:
     """np.stack along a new, whole dimension."""
     if dtype is not None:
@@ -318,7 +319,7 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
     return share_copies({w: as_block(block(w)) for w in global_arrays[0].blocks}, stacked, mesh)
 
 
-@implements(np.reshape)
+@implements(np.reshape, Rule.RESHAPED)
 def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArray:
     """np.reshape, if it keeps the split dimensions."""
     x = a
@@ -386,7 +387,7 @@ def _like_function(make):
 
 
 for _make in (np.zeros_like, np.ones_like, np.full_like):
-    implements(_make)(_like_function(_make))
-implements(np.empty_like)(_like_function(np.zeros_like))
-implements(np.real)(lambda val: val.on_blocks(np.real))
-implements(np.imag)(lambda val: val.on_blocks(np.imag))
+    implements(_make, Rule.KEPT)(_like_function(_make))
+implements(np.empty_like, Rule.KEPT)(_like_function(np.zeros_like))
+implements(np.real, Rule.BLOCKWISE)(lambda val: val.on_blocks(np.real))
+implements(np.imag, Rule.BLOCKWISE)(lambda val: val.on_blocks(np.imag))

@@ -241,7 +241,7 @@ def _explicit(subscripts: str, ndims: list[int]) -> str:
     return ",".join(labels) + "->" + out.replace("...", "".join(letters))
 
 
-def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
+def einsum_rule(k, g, _ans, *operands, subscripts, optimize):
     """The einsum of g and the other operands, which has the labels of operand k.
 
     A label that stands nowhere else was summed, and one that is longer in operand k was broadcast against: it comes
@@ -267,7 +267,7 @@ def _einsum_rule(k, g, _ans, *operands, subscripts, optimize):
     return np.einsum(",".join(inputs) + "->" + target, *arrays, optimize=optimize)
 
 
-@primitive("einsum", variadic=_einsum_rule, linear=True)
+@primitive("einsum", variadic=einsum_rule, linear=True)
 def _einsum(*operands, subscripts, optimize):
     return np.einsum(subscripts, *operands, optimize=optimize)
 

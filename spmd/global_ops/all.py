@@ -1,6 +1,5 @@
 """Registers all functions of global arrays."""
 
-from spmd.array import MAPPED
 from spmd.global_ops import (  # noqa: F401
     along,
     contractions,
@@ -12,6 +11,8 @@ from spmd.global_ops import (  # noqa: F401
     shapes,
     updates,
 )
+from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
+from spmd.layout_rules import Rule
 
-MAPPED[None] = lambda fun, *args, **kwargs: whole(fun, args, kwargs)
+implements(None, rule=Rule.WHOLE)(lambda fun, *args, **kwargs: whole(fun, args, kwargs))

@@ -17,6 +17,7 @@ from spmd.global_ops.call import Arguments, as_spec, dims_of, global_of, global_
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import P, Spec
+from spmd.layout_rules import Rule
 
 __all__ = ["Along", "along", "moved_spec"]
 
@@ -58,7 +59,7 @@ _TABLE: dict[Any, Along] = {
     **{getattr(np, name): Along(-1, True) for name in ("trapezoid", "trapz") if hasattr(np, name)},
     **{getattr(np, name): Along(None) for name in ("cumulative_sum", "cumulative_prod") if hasattr(np, name)},
     **{getattr(np.fft, name): Along(-1) for name in _FFT.split()},
-    **{f: Along(None) for f in (np.repeat, np.delete, np.insert, np.append, np.compress, np.take)},
+    **{f: Along(None) for f in (np.repeat, np.delete, np.insert)},
     **{f: Along(None) for f in (np.fft.fftshift, np.fft.ifftshift)},
 }
 
@@ -92,7 +93,7 @@ def along(fun: Any, rule: Along, args: tuple, kwargs: dict) -> Any:
 
 
 def _register(fun: Any, rule: Along) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.ALONG)
     def handler(*args: Any, **kwargs: Any) -> Any:
         return along(fun, rule, args, kwargs)
 
@@ -107,7 +108,7 @@ _MATRIX = "inv pinv cholesky qr eigh eigvalsh eig eigvals svd svdvals det slogde
 
 
 def _of_matrices(fun: Any) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.MATRICES)
     def handler(*args: Any, **kwargs: Any) -> Any:
         value, arguments = global_value(args[0] if args else next(iter(kwargs.values()))), Arguments(args, kwargs)
         if value is None or value.ndim < 3 or len(arguments.arrays) > 1:

@@ -29,6 +29,7 @@ __all__ = [
     "as_spec",
     "check_gathered",
     "dims_of",
+    "gather_limit",
     "global_of",
     "global_value",
     "is_array",
@@ -189,9 +190,14 @@ def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return tuple(dims)
 
 
+def gather_limit() -> int:
+    """The bytes that a worker may gather."""
+    return setting("SPMD_GATHER_LIMIT") << 20
+
+
 def check_gathered(where: str, arrays: Sequence[PartitionedArray], mend: str) -> None:
     """Raise if these arrays, of which a worker holds parts, are too large for each worker to hold them whole."""
-    limit = setting("SPMD_GATHER_LIMIT") << 20
+    limit = gather_limit()
     split = [x for x in arrays if any(len(cut) > 1 for cut in x.layout.cuts)]
     if sum(x.nbytes for x in split) > limit:
         raise LayoutError.at(

@@ -1,102 +1,32 @@
 """Products of global arrays: sums of products over letters, as np.einsum has them.
 
-Each axis of the mesh splits one letter, in all operands that have it, or none. A letter of the result stays split; over
-one that is summed the workers' sums are added. Of all assignments that leave an axis where some operand has it, the one
-that moves the fewest bytes is chosen.
+`assignments` says which axes of the mesh split which letters. A letter of the result stays split; over one that is
+summed the workers' sums are added. What a worker needs of an operand it gathers if that is little; else the blocks go
+round, see `rings`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.array import implements as native
+from spmd.autodiff.registry import primitive
+from spmd.autodiff.rules.linalg import einsum_rule
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, describe
-from spmd.global_ops.call import Arguments, as_spec, check_gathered, dims_of, global_value, layout_by, on_blocks
+from spmd.global_ops.assignments import Product, assign
+from spmd.global_ops.call import Arguments, check_gathered, dims_of, gather_limit, global_value, on_blocks
 from spmd.global_ops.registry import implements
+from spmd.global_ops.rings import Ring, Side, ring_product
 from spmd.global_ops.whole import whole
-from spmd.layout import Layout, P
+from spmd.layout_rules import Rule
 from spmd.operators.reduce import psum
 from spmd.operators.splitting import normal_axis
 
 __all__ = ["contract"]
-
-_Assignment = tuple[tuple[str, tuple[str, ...]], ...]
-"""By letter the axes that split it."""
-
-
-def _moved_bytes(source: Layout | None, target: Layout, itemsize: int) -> int:
-    """The bytes that workers receive when an operand is laid out anew."""
-    if source is None or source == target:
-        return 0
-    total = 0
-    for have, want in zip(source.boxes, target.boxes, strict=True):
-        volume = math.prod(b - a for a, b in want)
-        common = math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(have, want, strict=True))
-        total += (volume - common) * itemsize
-    return total
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    letters: tuple[str, ...],
-    out: str,
-    layouts: tuple[Layout | None, ...],
-    itemsizes: tuple[int, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    axes: tuple[tuple[str, int], ...],
-) -> _Assignment:
-    """The assignment of axes to letters that moves the fewest bytes."""
-    sizes = dict(axes)
-    lengths = {c: n for word, shape in zip(letters, shapes, strict=True) for c, n in zip(word, shape, strict=True)}
-    homes: dict[str, set[str]] = {}
-    for word, layout in zip(letters, layouts, strict=True):
-        if layout is not None:
-            for c, names in zip(word, layout.spec.dims, strict=True):
-                for name in names:
-                    homes.setdefault(name, set()).add(c)
-    repeated = {c for word in letters for c in word if word.count(c) > 1}
-    names = sorted(homes)
-    choices = [[None, *sorted(homes[name] - repeated)] for name in names]
-    best: tuple[Any, _Assignment] | None = None
-    for assignment in _assignments(names, choices):
-        moved = 0
-        for word, layout, itemsize, shape in zip(letters, layouts, itemsizes, shapes, strict=True):
-            moved += _moved_bytes(layout, _target(word, shape, assignment, sizes), itemsize)
-        entries, workers = math.prod(lengths[c] for c in out), math.prod(sizes.values())
-        split = math.prod(sizes[n] for c, found in assignment.items() if c in out for n in found)
-        summed = math.prod(sizes[n] for c, found in assignment.items() if c not in out for n in found)
-        # An all-reduce of large blocks moves 2 (n - 1) / n of the block to each worker.
-        moved += int(2 * (summed - 1) / summed * entries / split * max(itemsizes) * workers)
-        key = (moved, entries // split, -sum(map(len, assignment.values())), sorted(assignment.items()))
-        if best is None or key < best[0]:
-            best = key, tuple(sorted(assignment.items()))
-    assert best is not None
-    return best[1]
-
-
-def _assignments(names: Sequence[str], choices: Sequence[Sequence[str | None]]) -> Iterator[dict[str, tuple[str, ...]]]:
-    """By letter the axes that split it, in every order. choices: for each axis its letters; None: it splits nothing."""
-    for picks in itertools.product(*choices):
-        found: dict[str, list[str]] = {}
-        for name, c in zip(names, picks, strict=True):
-            if c is not None:
-                found.setdefault(c, []).append(name)
-        for orders in itertools.product(*(itertools.permutations(group) for group in found.values())):
-            yield dict(zip(found, orders, strict=True))
-
-
-def _target(
-    word: str, shape: tuple[int, ...], assignment: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]
-) -> Layout:
-    """The layout of an operand by an assignment, in balanced blocks."""
-    return Layout(shape, P(*(assignment.get(c) for c in word)), sizes)
 
 
 def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:
@@ -140,48 +70,87 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
 def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
     """np.einsum of global arrays and others. options: of it; by default optimized where dtypes allow any order.
 
-    Over a split letter that is summed the result is unreduced. Traced operands have the derivative rule of np.einsum,
-    whose products are laid out anew.
+    Over a split letter that is summed the result is unreduced.
     """
     operands = [a if hasattr(a, "dtype") else np.asarray(a) for a in operands]
     options = dict(options or {})
     options.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
-    if any(type(a) is Array for a in operands):
-        return np.einsum(subscripts, *operands, **options)
     arguments = Arguments(tuple(operands), {})
     shapes = [tuple(np.shape(a)) for a in operands]
     parsed = _parsed(subscripts, shapes)
     if parsed is None or len(arguments.arrays) != len(operands):
         return whole(np.einsum, (subscripts, *operands), options)
     letters, out = parsed
-    mesh = arguments.mesh
-    values = [global_value(a) for a in operands]
-    layouts = [None if value is None else layout_by(as_spec(value), value) for value in values]
-    itemsizes = tuple(np.dtype(a.dtype).itemsize for a in operands)
-    axes = tuple(mesh.axes.items())
-    assignment = dict(_plan(tuple(letters), out, tuple(layouts), itemsizes, tuple(shapes), axes))
-    specs = [P(*(assignment.get(c) for c in word)) for word in letters]
-    gathered = [
-        v for word, v in zip(letters, values, strict=True) if v is not None and assignment.keys().isdisjoint(word)
-    ]
+    dtypes, values = [np.dtype(a.dtype) for a in operands], [global_value(a) for a in operands]
+    dtype = np.dtype(options.get("dtype") or np.result_type(*dtypes))
+    product = Product(
+        tuple(letters),
+        out,
+        tuple(shapes),
+        tuple(None if value is None else value.layout.reduced for value in values),
+        tuple(dtype.itemsize for dtype in dtypes),
+        _summed_as(dtype),
+        tuple(arguments.mesh.axes.items()),
+    )
+    found = assign(product, gather_limit())
+    goes_round = found.held != found.used
+    text, static = f"{','.join(letters)}->{out}", tuple(sorted(options.items()))
+    if not goes_round and any(type(a) is Array for a in operands):
+        return _product(*operands, subscripts=text, options=static)
+    if (goes_round or found.gathered) and len(letters) > 1:
+        words = [_simplified(k, letters, out) for k in range(len(letters))]
+        if words != letters:
+            pairs = zip(operands, letters, words, strict=True)
+            operands = [x if a == b else np.einsum(f"{a}->{b}", x.astype(dtype)) for x, a, b in pairs]
+            return contract(where, f"{','.join(words)}->{out}", operands, options)
+    gathered = [value for k in found.gathered if (value := values[k]) is not None]
     check_gathered(where, gathered, "lay the operands out alike with spmd.put")
-    names = tuple(n for c, found in assignment.items() if c not in out for n in found)
-    counts = all(np.dtype(a.dtype).kind == "b" for a in operands)  # true where any product is: no sum of parts
-    out_spec = P(*(assignment.get(c) for c in out), unreduced=() if counts else names)
-    text = f"{','.join(letters)}->{out}"
-    static = (text, names if counts else (), tuple(sorted(options.items())))
-    return on_blocks(where, _summing, static, operands, specs, out_spec, mesh)
+    ring = None
+    if goes_round:
+        ring = Ring((*map(Side, letters, found.held, found.used), Side(out, found.out, found.out)), static)
+    # Of booleans a product is true where any part is: no sum of parts.
+    added, unreduced = (found.summed, ()) if dtype.kind == "b" else ((), found.summed)
+    specs = [
+        layout.spec if layout.balanced else layout for layout in (*found.held, found.out.with_unreduced(unreduced))
+    ]
+    return on_blocks(where, _summing, (text, added, static, ring), operands, specs[:-1], specs[-1], arguments.mesh)
 
 
-def _summing(text: str, names: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+def _simplified(k: int, words: Sequence[str], out: str) -> str:
+    """The letters of operand k, each once, without those that nothing else has: they are summed by themselves."""
+    others = {*out, *itertools.chain(*words[:k], *words[k + 1 :])}
+    return "".join(c for c in dict.fromkeys(words[k]) if c in others)
+
+
+def _summed_as(dtype: np.dtype) -> np.dtype:
+    """The dtype in which workers add their parts: booleans are counted."""
+    return np.dtype(np.int64) if dtype.kind == "b" else dtype
+
+
+def _summing(
+    text: str, names: tuple[str, ...], options: tuple[tuple[str, Any], ...], ring: Ring | None
+) -> Callable[..., Any]:
+    """The product of the blocks, a part of the sum over the workers. names: the axes along which this is taken, of
+    booleans. ring: of blocks that go round."""
+
     def body(*blocks: Any) -> Any:
-        part = np.einsum(text, *blocks, **dict(options))
+        part = np.einsum(text, *blocks, **dict(options)) if ring is None else ring_product(*blocks, ring=ring)
         return psum(part.astype(np.int64), names) != 0 if names else part
 
     return body
 
 
-@native(np.einsum)
+def _rule(k: int, g: Any, ans: Any, *operands: Any, subscripts: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    return einsum_rule(k, g, ans, *operands, subscripts=subscripts, optimize=True)
+
+
+@primitive("np.einsum", variadic=_rule, linear=True)
+def _product(*operands: Any, subscripts: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    """A product whose derivatives are products too, each laid out by itself."""
+    return contract("np.einsum", subscripts, operands, dict(options))
+
+
+@implements(np.einsum, rule=Rule.PRODUCT)
 def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = False, **options: Any) -> Any:
     if not isinstance(subscripts, str):
         return whole(np.einsum, (subscripts, *operands), options)
@@ -194,7 +163,7 @@ def einsum(subscripts: Any, /, *operands: Any, out: Any = None, optimize: Any = 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@implements(np.matmul)
+@implements(np.matmul, rule=Rule.PRODUCT)
 def matmul(x1: Any, x2: Any, /, **options: Any) -> Any:
     options = {name: option for name, option in options.items() if option is not None}
     if not {*options} <= {"dtype"}:
@@ -224,7 +193,7 @@ def _check_lengths(where: str, a: Any, b: Any, pairs: Sequence[tuple[int, int]])
             )
 
 
-@implements(np.dot)
+@implements(np.dot, rule=Rule.PRODUCT)
 def dot(a: Any, b: Any, out: Any = None) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
@@ -237,7 +206,7 @@ def dot(a: Any, b: Any, out: Any = None) -> Any:
     return contract("np.dot", f"{left},{right}->{result}", (a, b))
 
 
-@implements(np.inner)
+@implements(np.inner, rule=Rule.PRODUCT)
 def inner(a: Any, b: Any, /) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if not m or not n:
@@ -247,12 +216,12 @@ def inner(a: Any, b: Any, /) -> Any:
     return contract("np.inner", f"{left},{right}->{left[:-1]}{right[:-1]}", (a, b))
 
 
-@implements(np.outer)
+@implements(np.outer, rule=Rule.PRODUCT)
 def outer(a: Any, b: Any, out: Any = None) -> Any:
     return contract("np.outer", "i,j->ij", (np.ravel(a), np.ravel(b)))
 
 
-@implements(np.vdot)
+@implements(np.vdot, rule=Rule.PRODUCT)
 def vdot(a: Any, b: Any, /) -> Any:
     a, b = np.ravel(np.conj(a)), np.ravel(b)
     _check_lengths("np.vdot", a, b, [(0, 0)])
@@ -260,7 +229,9 @@ def vdot(a: Any, b: Any, /) -> Any:
 
 
 @implements(
-    *([np.vecdot] if hasattr(np, "vecdot") else []), *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else [])
+    *([np.vecdot] if hasattr(np, "vecdot") else []),
+    *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else []),
+    rule=Rule.REDUCED,
 )
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> Any:
     _check_lengths("np.vecdot", x1, x2, [(axis, axis)])
@@ -268,7 +239,7 @@ def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> An
     return np.sum(product, axis=axis, keepdims=keepdims, dtype=product.dtype)
 
 
-@implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []))
+@implements(np.tensordot, *([np.linalg.tensordot] if hasattr(np.linalg, "tensordot") else []), rule=Rule.PRODUCT)
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     m, n = np.ndim(a), np.ndim(b)
     if np.ndim(axes) == 0:
@@ -288,7 +259,7 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Any:
     return contract("np.tensordot", f"{''.join(left)},{''.join(right)}->{out}", (a, b))
 
 
-@implements(np.linalg.norm)
+@implements(np.linalg.norm, rule=Rule.REDUCED)
 def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
     dims = tuple(range(np.ndim(x))) if axis is None else dims_of("np.linalg.norm", axis, np.ndim(x))
     if axis is not None and len(dims) > 2:
@@ -304,7 +275,7 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
 
 if hasattr(np.linalg, "vector_norm"):
 
-    @implements(np.linalg.vector_norm)
+    @implements(np.linalg.vector_norm, rule=Rule.REDUCED)
     def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:
         return _vector_norm(_size(x), ord, dims_of("np.linalg.vector_norm", axis, np.ndim(x)), keepdims)
 

@@ -12,6 +12,7 @@ from spmd.array_functions import broadcast_shape, joint_layout, part_layout, spl
 from spmd.autodiff.primitive import name_of
 from spmd.global_ops.call import Arguments
 from spmd.global_ops.registry import implements
+from spmd.layout_rules import Rule
 
 __all__ = ["elementwise"]
 
@@ -33,7 +34,7 @@ def elementwise(fun: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _register(fun: Any) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.BLOCKWISE)
     def handler(*args: Any, **kwargs: Any) -> Any:
         return elementwise(fun, args, kwargs)
 
@@ -42,24 +43,24 @@ for _name in "angle around round clip fix i0 imag iscomplex isclose isneginf isp
     _register(getattr(np, _name))
 
 
-@implements(np.nan_to_num)
+@implements(np.nan_to_num, rule=Rule.BLOCKWISE)
 def nan_to_num(x: Any, copy: bool = True, **options: Any) -> Any:
     return elementwise(np.nan_to_num, (x,), options)
 
 
-@implements(np.where)
+@implements(np.where, rule=Rule.BLOCKWISE)
 def where(condition: Any, /, *options: Any) -> Any:
     if not options:
         return np.nonzero(condition)
     return elementwise(np.where, (condition, *options), {})
 
 
-@implements(np.allclose)
+@implements(np.allclose, rule=Rule.REDUCED)
 def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
     return _decided(np.all(np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)))
 
 
-@implements(np.array_equal)
+@implements(np.array_equal, rule=Rule.REDUCED)
 def array_equal(a1: Any, a2: Any, equal_nan: bool = False) -> Any:
     if np.shape(a1) != np.shape(a2):
         return False

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray, check_usable
+from spmd.errors import DtypeError, describe
 from spmd.global_ops.along import moved_spec
 from spmd.global_ops.call import as_spec, global_of, global_value, layout_by, names_of, on_blocks, spec_of
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
+from spmd.layout_rules import Rule
 from spmd.map_arguments import copied_to_all
 from spmd.mesh import WORKER
 from spmd.operators.reduce import psum
+from spmd.operators.splitting import normal_axis
 
 __all__ = ["as_slices", "basic_keys", "item", "local_index"]
 
@@ -58,7 +61,7 @@ def _entries(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 
-@implements(operator.getitem)
+@implements(operator.getitem, rule=Rule.INDEXED)
 def item(x: Any, index: Any) -> Any:
     """x[index]."""
     if global_value(x) is None:  # the index is global
@@ -72,6 +75,19 @@ def item(x: Any, index: Any) -> Any:
         return _masked(x, index)
     keys, entries = basic_keys(index, value), _expanded(index, value.ndim)
     return _advanced(x, entries) if keys is None else _basic(x, keys, entries)
+
+
+@implements(np.take, rule=Rule.INDEXED)
+def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> Any:
+    if axis is None or mode != "raise" or global_value(a) is None:
+        return whole(np.take, (a, indices), {"axis": axis, "mode": mode})
+    indices = indices if hasattr(indices, "dtype") else np.asarray(indices, None if np.size(indices) else np.intp)
+    if indices.dtype.kind not in "iu":
+        raise DtypeError.at(
+            "np.take", argument="indices", got=describe(indices), need="integers", mend="x[mask], or np.nonzero(mask)"
+        )
+    index = indices if np.ndim(indices) else int(indices)
+    return item(a, (*[slice(None)] * normal_axis("np.take", "axis", axis, len(a.shape)), index))
 
 
 def basic_keys(index: Any, value: PartitionedArray) -> list[Any] | None:

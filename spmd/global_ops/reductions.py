@@ -17,6 +17,7 @@ from spmd.global_ops.call import as_spec, dims_of, global_of, global_value, layo
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
+from spmd.layout_rules import Rule
 from spmd.mesh import WORKER
 from spmd.operators import reductions
 from spmd.operators.gather import all_gather
@@ -221,7 +222,7 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
 
 
 def _added(fun: Any, make: Callable[..., Callable[..., Any]]) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.REDUCED)
     def handler(
         a: Any,
         axis: Any = None,
@@ -238,7 +239,7 @@ _added(np.sum, _sum)  # `array_functions` has it for what is given no `initial` 
 _added(np.prod, _product)
 
 
-@implements(np.mean)
+@implements(np.mean, rule=Rule.REDUCED)
 def mean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING
 ):
@@ -246,7 +247,7 @@ def mean(
 
 
 def _extreme(fun: Any, how: str) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.REDUCED)
     def handler(
         a: Any,
         axis: Any = None,
@@ -278,7 +279,7 @@ for _minimum in (np.min, np.amin):
 
 
 def _truth(fun: Any, of: str) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.REDUCED)
     def handler(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING) -> Any:
         return reduced(name_of(fun), _count, a, axis, keepdims, of, where_mask=where)
 
@@ -287,13 +288,13 @@ _truth(np.any, "any")
 _truth(np.all, "all")
 
 
-@implements(np.count_nonzero)
+@implements(np.count_nonzero, rule=Rule.REDUCED)
 def count_nonzero(a: Any, axis: Any = None, *, keepdims: bool = False):
     return reduced("np.count_nonzero", _count, a, axis, keepdims, "count")
 
 
 def _deviation(fun: Any, root: bool) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.REDUCED)
     def handler(
         a: Any,
         axis: Any = None,
@@ -336,7 +337,7 @@ def _composed_variance(
 
 
 def _placed(fun: Any, how: str) -> None:
-    @implements(fun)
+    @implements(fun, rule=Rule.REDUCED)
     def handler(a: Any, axis: Any = None, out: Any = None, *, keepdims: Any = _MISSING) -> Any:
         where = name_of(fun)
         if axis is not None and np.ndim(axis):
@@ -352,13 +353,13 @@ _placed(np.argmax, "argmax")
 _placed(np.argmin, "argmin")
 
 
-@implements(np.ptp)
+@implements(np.ptp, rule=Rule.REDUCED)
 def ptp(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING):
     return np.max(a, axis, keepdims=keepdims) - np.min(a, axis, keepdims=keepdims)
 
 
 def _of_ufunc(ufunc: np.ufunc, function: Any) -> None:
-    @implements(Method((ufunc, "reduce")))
+    @implements(Method((ufunc, "reduce")), rule=Rule.REDUCED)
     def handler(array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: Any = False, **options: Any):
         takes = function in (np.sum, np.prod)
         if dtype is not None and not takes:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from spmd.array import MAPPED
+from spmd.layout_rules import RULES, Rule
 
 __all__ = ["implements"]
 
 
-def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of functions of NumPy."""
+def implements(*functions: Any, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of functions of NumPy. rule: how it lays out the result."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            MAPPED[function] = handler
+            MAPPED[function], RULES[function] = handler, rule
         return handler
 
     return register

@@ -27,6 +27,7 @@ from spmd.global_ops.call import (
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P, block_sizes, offsets
+from spmd.layout_rules import Rule
 from spmd.operators.halo import halo_exchange
 from spmd.operators.repartition import repartition
 from spmd.operators.splitting import normal_axis
@@ -66,7 +67,7 @@ def _ndim(x: Any) -> int:
     return len(x.shape)
 
 
-@implements(np.transpose, np.permute_dims)
+@implements(np.transpose, np.permute_dims, rule=Rule.PERMUTED)
 def transpose(a: Any, axes: Any = None) -> Any:
     n = _ndim(a)
     order = [*range(n)][::-1] if axes is None else [normal_axis("np.transpose", "axes", d, n) for d in axes]
@@ -81,12 +82,12 @@ def transpose(a: Any, axes: Any = None) -> Any:
     return permuted("np.transpose", a, order)
 
 
-@implements(np.matrix_transpose)
+@implements(np.matrix_transpose, rule=Rule.PERMUTED)
 def matrix_transpose(x: Any, /) -> Any:
     return np.swapaxes(x, -1, -2)
 
 
-@implements(np.swapaxes)
+@implements(np.swapaxes, rule=Rule.PERMUTED)
 def swapaxes(a: Any, axis1: int, axis2: int) -> Any:
     order = [*range(_ndim(a))]
     i, j = (normal_axis("np.swapaxes", name, d, len(order)) for name, d in (("axis1", axis1), ("axis2", axis2)))
@@ -94,12 +95,12 @@ def swapaxes(a: Any, axis1: int, axis2: int) -> Any:
     return permuted("np.swapaxes", a, order)
 
 
-@implements(np.moveaxis)
+@implements(np.moveaxis, rule=Rule.PERMUTED)
 def moveaxis(a: Any, source: Any, destination: Any) -> Any:
     return permuted("np.moveaxis", a, _order(np.moveaxis, a, source, destination))
 
 
-@implements(np.rollaxis)
+@implements(np.rollaxis, rule=Rule.PERMUTED)
 def rollaxis(a: Any, axis: int, start: int = 0) -> Any:
     return permuted("np.rollaxis", a, _order(np.rollaxis, a, axis, start))
 
@@ -109,7 +110,7 @@ def _order(fun: Callable, a: Any, *options: Any) -> list[int]:
     return [n - 1 for n in fun(np.empty([d + 1 for d in range(_ndim(a))], np.bool_), *options).shape]
 
 
-@implements(np.squeeze)
+@implements(np.squeeze, rule=Rule.PERMUTED)
 def squeeze(a: Any, axis: Any = None) -> Any:
     ones = [d for d, n in enumerate(a.shape) if n == 1]
     dims = ones if axis is None else [*dims_of("np.squeeze", axis, _ndim(a))]
@@ -126,7 +127,7 @@ def _squeezing(dims: tuple[int, ...]) -> Callable[..., Any]:
     return lambda x: np.squeeze(x, dims)
 
 
-@implements(np.ravel)
+@implements(np.ravel, rule=Rule.RESHAPED)
 def ravel(a: Any, order: Any = "C") -> Any:
     return np.reshape(a, (-1,), order=order)
 
@@ -145,7 +146,7 @@ def _rolling(spec: P, widths: tuple[tuple[int, int], ...], lengths: tuple[Any, .
     return body
 
 
-@implements(np.roll)
+@implements(np.roll, rule=Rule.KEPT)
 def roll(a: Any, shift: Any, axis: Any = None) -> Any:
     """Along a split dimension each block gets the entries that come from its neighbours, and gives as many away."""
     value = global_value(a)
@@ -170,7 +171,7 @@ def roll(a: Any, shift: Any, axis: Any = None) -> Any:
     return on_blocks("np.roll", _rolling, static, [a], [spec], spec, value.mesh)
 
 
-@implements(np.concatenate)
+@implements(np.concatenate, rule=Rule.ALONG)
 def concatenate(
     arrays: Any, /, axis: Any = 0, out: Any = None, *, dtype: Any = None, casting: Any = "same_kind"
 ) -> Any:
@@ -194,29 +195,29 @@ def concatenate(
     return arguments.run(np.concatenate, [spec] * len(arguments.arrays), spec)
 
 
-@implements(np.vstack)
+@implements(np.vstack, rule=Rule.ALONG)
 def vstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> Any:
     return np.concatenate([_at_least(a, 2) for a in tup], axis=0, dtype=dtype, casting=casting)
 
 
-@implements(np.hstack)
+@implements(np.hstack, rule=Rule.ALONG)
 def hstack(tup: Any, *, dtype: Any = None, casting: Any = "same_kind") -> Any:
     arrays = [_at_least(a, 1) for a in tup]
     return np.concatenate(arrays, axis=0 if _ndim(arrays[0]) == 1 else 1, dtype=dtype, casting=casting)
 
 
-@implements(np.column_stack)
+@implements(np.column_stack, rule=Rule.ALONG)
 def column_stack(tup: Any) -> Any:
     return np.concatenate([np.expand_dims(a, 1) if np.ndim(a) == 1 else _at_least(a, 2) for a in tup], axis=1)
 
 
-@implements(np.atleast_1d)
+@implements(np.atleast_1d, rule=Rule.PERMUTED)
 def atleast_1d(*arys: Any) -> Any:
     found = tuple(_at_least(a, 1) for a in arys)
     return found[0] if len(found) == 1 else found
 
 
-@implements(np.atleast_2d)
+@implements(np.atleast_2d, rule=Rule.PERMUTED)
 def atleast_2d(*arys: Any) -> Any:
     found = tuple(_at_least(a, 2) for a in arys)
     return found[0] if len(found) == 1 else found
@@ -227,7 +228,7 @@ def _at_least(a: Any, ndim: int) -> Any:
     return np.expand_dims(a, tuple(range(missing))) if missing > 0 else a
 
 
-@implements(np.split)
+@implements(np.split, rule=Rule.INDEXED)
 def split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
     d = normal_axis("np.split", "axis", axis, _ndim(ary))
     if not np.ndim(indices_or_sections) and ary.shape[d] % indices_or_sections:
@@ -235,7 +236,7 @@ def split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
     return np.array_split(ary, indices_or_sections, d)
 
 
-@implements(np.array_split)
+@implements(np.array_split, rule=Rule.INDEXED)
 def array_split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
     d = normal_axis("np.split", "axis", axis, _ndim(ary))
     if np.ndim(indices_or_sections):
@@ -245,13 +246,13 @@ def array_split(ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
     return [ary[(slice(None),) * d + (slice(a, b),)] for a, b in pairwise(marks)]
 
 
-@implements(np.unstack)
+@implements(np.unstack, rule=Rule.INDEXED)
 def unstack(x: Any, /, *, axis: int = 0) -> Any:
     d = normal_axis("np.unstack", "axis", axis, _ndim(x))
     return tuple(x[(slice(None),) * d + (k,)] for k in range(x.shape[d]))
 
 
-@implements(np.reshape)
+@implements(np.reshape, rule=Rule.RESHAPED)
 def reshape(a: Any, shape: Sequence[int], order: str = "C") -> Any:
     """Where a split dimension does not stay, each worker holds a range of the entries, before and after."""
     value = global_of(a)
@@ -286,27 +287,27 @@ def _reshaping(flat: tuple[Layout, Layout], row: tuple[int, ...]) -> Callable[..
 # What needs no entries.
 
 
-@implements(np.shape)
+@implements(np.shape, rule=Rule.KNOWN)
 def shape(a: Any) -> tuple[int, ...]:
     return tuple(a.shape)
 
 
-@implements(np.ndim)
+@implements(np.ndim, rule=Rule.KNOWN)
 def ndim(a: Any) -> int:
     return _ndim(a)
 
 
-@implements(np.size)
+@implements(np.size, rule=Rule.KNOWN)
 def size(a: Any, axis: Any = None) -> int:
     return math.prod(a.shape[d] for d in dims_of("np.size", axis, _ndim(a)))
 
 
-@implements(np.iscomplexobj)
+@implements(np.iscomplexobj, rule=Rule.KNOWN)
 def iscomplexobj(x: Any) -> bool:
     return x.dtype.kind == "c"
 
 
-@implements(np.isrealobj)
+@implements(np.isrealobj, rule=Rule.KNOWN)
 def isrealobj(x: Any) -> bool:
     return x.dtype.kind != "c"
 
@@ -315,37 +316,37 @@ def _dtypes(args: Sequence[Any]) -> list[Any]:
     return [a if global_value(a) is None else a.dtype for a in args]
 
 
-@implements(np.result_type)
+@implements(np.result_type, rule=Rule.KNOWN)
 def result_type(*arrays_and_dtypes: Any) -> np.dtype:
     return np.result_type(*_dtypes(arrays_and_dtypes))
 
 
-@implements(np.common_type)
+@implements(np.common_type, rule=Rule.KNOWN)
 def common_type(*arrays: Any) -> Any:
     return np.common_type(*(np.empty(0, a.dtype) for a in arrays))
 
 
-@implements(np.can_cast)
+@implements(np.can_cast, rule=Rule.KNOWN)
 def can_cast(from_: Any, to: Any, casting: Any = "safe") -> bool:
     source, target = _dtypes([from_, to])
     return np.can_cast(source, target, casting)
 
 
-@implements(np.copy)
+@implements(np.copy, rule=Rule.KEPT)
 def copy(a: Any, order: Any = "K", subok: bool = False) -> Any:
     return a
 
 
-@implements(np.array_repr)
+@implements(np.array_repr, rule=Rule.KNOWN)
 def array_repr(arr: Any, *options: Any, **more: Any) -> str:
     return repr(arr)
 
 
-@implements(np.array_str)
+@implements(np.array_str, rule=Rule.KNOWN)
 def array_str(a: Any, *options: Any, **more: Any) -> str:
     return str(a)
 
 
-@implements(np.array2string)
+@implements(np.array2string, rule=Rule.KNOWN)
 def array2string(a: Any, *options: Any, **more: Any) -> str:
     return np.array2string(np.asarray(a), *options, **more)

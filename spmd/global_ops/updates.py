@@ -16,6 +16,7 @@ from spmd.global_ops.indexing import as_slices, basic_keys, local_index
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P
+from spmd.layout_rules import Rule
 from spmd.map_arguments import move_to_layout
 from spmd.mesh import WORKER
 from spmd.operators.varying import varying
@@ -23,7 +24,7 @@ from spmd.operators.varying import varying
 __all__ = ["changed"]
 
 
-@implements(At)
+@implements(At, rule=Rule.KEPT)
 def changed(x: Any, index: Any, how: str, v: Any) -> Any:
     """x.at[index].set(v), or another method of that name: laid out as x."""
     value = global_value(x)

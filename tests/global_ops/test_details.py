@@ -192,3 +192,15 @@ def test_second_derivatives_of_what_lies_on_one_worker(f):
                 np.testing.assert_allclose(second(u).numpy(), second(A))
                 tangent = spmd.jvp(gradient, (u,), (u,))[1]
                 np.testing.assert_allclose(tangent.numpy(), spmd.jvp(gradient, (A,), (A,))[1])
+
+
+@pytest.mark.parametrize("indices", [1, [0, 0, -1], [[1, 0], [2, 2]], [], np.array(2, "i4")], ids=str)
+@pytest.mark.parametrize("axis", [0, -1, None])
+def test_take(indices, axis):
+    with spmd.Mesh(x=2):
+        u = spmd.put(A, P("x"))
+        np.testing.assert_equal(np.take(u, indices, axis).numpy(), np.take(A, indices, axis))
+        with pytest.raises(spmd.errors.DtypeError, match=r"np\.take: argument indices"):
+            np.take(u, [0.5], 0)
+        with pytest.raises(IndexError):
+            np.take(u, 100, 0)

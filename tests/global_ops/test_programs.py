@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -119,64 +118,3 @@ def test_they_move_what_a_map_moves():
         assert moved(lambda u: u[1:7, 2:], u) == (0, 0)
         assert moved(lambda u: u.sum(axis=1), u) == (0, 0)
         assert moved(lambda u: u @ np.ones((8, 3)), u) == (0, 0)
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_einsum_moves_as_little_as_any_assignment(seed):
-    """Two operands, two axes: every assignment of the axes to letters, tried by laying the operands out for it."""
-    rng = np.random.default_rng(seed)
-    letters = "ijk"
-    words = ["".join(rng.permutation(list(letters))[: rng.integers(1, 4)]) for _ in range(2)]
-    out = "".join(c for c in letters if c in "".join(words) and rng.random() < 0.6)
-    length = {c: int(rng.integers(4, 9)) * 12 for c in letters}
-    with spmd.Mesh(x=2, y=3):
-        specs = [specs_of(word, rng) for word in words]
-        arrays = [RNG.random([length[c] for c in word]) for word in words]
-        operands = [spmd.put(a, spec) for a, spec in zip(arrays, specs, strict=True)]
-        text = f"{','.join(words)}->{out}"
-        with spmd.ledger() as log:
-            result = np.einsum(text, *operands)
-        np.testing.assert_allclose(result.numpy(), np.einsum(text, *arrays), rtol=1e-9)
-        chosen = sum(w.bytes for w in log.workers.values())
-        used = {n for spec in specs for n in spec.axes}
-        best = min(
-            cost for found in assignments(used, words, specs) if (cost := bytes_by(text, operands, found)) is not None
-        )
-        assert chosen <= best, (text, specs, chosen, best)
-
-
-def specs_of(word: str, rng) -> P:
-    dims: list[Any] = [None] * len(word)
-    for name in ("x", "y"):
-        if rng.random() < 0.7:
-            d = int(rng.integers(len(word)))
-            if dims[d] is None:
-                dims[d] = name
-    return P(*dims)
-
-
-def assignments(used, words, specs):
-    """Each axis splits one letter that it splits in some operand, or none; in every order of the axes."""
-    for names in permutations(sorted(used)):
-        found: list[dict[str, str | None]] = [{}]
-        for name in names:
-            homes = {w[d] for w, s in zip(words, specs, strict=True) for d, n in enumerate(s.dims) if name in n}
-            found = [{**f, name: c} for f in found for c in (None, *sorted(homes))]
-        yield from found
-
-
-def bytes_by(text: str, operands, letter_of) -> int | None:
-    words, _, out = text.partition("->")
-    specs = [
-        P(*(tuple(n for n, c in letter_of.items() if c == letter) or None for letter in w)) for w in words.split(",")
-    ]
-    summed = tuple(n for n, c in letter_of.items() if c is not None and c not in out)
-
-    def body(*blocks):
-        part = np.einsum(text, *blocks)
-        return spmd.psum(part, summed) if summed else part
-
-    result = P(*(tuple(n for n, c in letter_of.items() if c == letter) or None for letter in out))
-    with spmd.ledger() as log:
-        spmd.map(body, tuple(specs), result)(*operands)
-    return sum(w.bytes for w in log.workers.values())
