@@ -223,7 +223,7 @@ def _plain(option: Any) -> Any:
     return option if option is None or option is True or option is np._NoValue else ...  # type: ignore[attr-defined]
 
 
-@implements(np.sum, Rule.REDUCED)
+@implements(np.sum, Rule.SUMMED)
 def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> PartitionedArray:
     """np.sum over dimensions of the global array."""
     x = a

@@ -20,6 +20,10 @@ class Rule(Enum):
     )
     KEPT = "as the argument. `roll`: each block gets the rows that come from its neighbours"
     REDUCED = "without the dimensions that were reduced; the same value on all workers along the axes that split them"
+    SUMMED = (
+        "without the dimensions that were summed; unreduced along the axes that split them, and along those along which "
+        "the argument was"
+    )
     PERMUTED = "what splits a dimension goes with it; new dimensions are whole"
     RESHAPED = (
         "where a split dimension stays as long as it was, it stays split. Else all axes split the first dimension"
@@ -35,7 +39,7 @@ class Rule(Enum):
     )
     PRODUCT = (
         "each mesh axis that splits an operand splits one letter, or none: of all assignments the one that moves the "
-        "fewest bytes. Uneven blocks stay where that is one of these"
+        "fewest bytes. Uneven blocks stay where that is one of these. Unreduced along axes that split what is summed"
     )
     MATRICES = "matrices are made whole; what split them splits a dimension before"
     KNOWN = "no array: a number, a dtype or a text"

@@ -231,7 +231,7 @@ def vdot(a: Any, b: Any, /) -> Any:
 @implements(
     *([np.vecdot] if hasattr(np, "vecdot") else []),
     *([np.linalg.vecdot] if hasattr(np.linalg, "vecdot") else []),
-    rule=Rule.REDUCED,
+    rule=Rule.SUMMED,
 )
 def vecdot(x1: Any, x2: Any, /, *, axis: int = -1, keepdims: bool = False) -> Any:
     _check_lengths("np.vecdot", x1, x2, [(axis, axis)])

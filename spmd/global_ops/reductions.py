@@ -221,8 +221,8 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
     return body
 
 
-def _added(fun: Any, make: Callable[..., Callable[..., Any]]) -> None:
-    @implements(fun, rule=Rule.REDUCED)
+def _added(fun: Any, make: Callable[..., Callable[..., Any]], rule: Rule) -> None:
+    @implements(fun, rule=rule)
     def handler(
         a: Any,
         axis: Any = None,
@@ -235,8 +235,8 @@ def _added(fun: Any, make: Callable[..., Callable[..., Any]]) -> None:
         return reduced(name_of(fun), make, a, axis, keepdims, dtype, _or_none(initial), where_mask=where)
 
 
-_added(np.sum, _sum)  # `array_functions` has it for what is given no `initial` and no `where`
-_added(np.prod, _product)
+_added(np.sum, _sum, Rule.SUMMED)  # `array_functions` has it for what is given no `initial` and no `where`
+_added(np.prod, _product, Rule.REDUCED)
 
 
 @implements(np.mean, rule=Rule.REDUCED)
@@ -359,7 +359,7 @@ def ptp(a: Any, axis: Any = None, out: Any = None, keepdims: Any = _MISSING):
 
 
 def _of_ufunc(ufunc: np.ufunc, function: Any) -> None:
-    @implements(Method((ufunc, "reduce")), rule=Rule.REDUCED)
+    @implements(Method((ufunc, "reduce")), rule=Rule.SUMMED if function is np.sum else Rule.REDUCED)
     def handler(array: Any, axis: Any = 0, dtype: Any = None, out: Any = None, keepdims: Any = False, **options: Any):
         takes = function in (np.sum, np.prod)
         if dtype is not None and not takes:

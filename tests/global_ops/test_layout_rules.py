@@ -71,6 +71,15 @@ def test_reduced_layouts(function):
         assert function(u, axis=1).spec == P("y")
 
 
+def test_summed_layouts():
+    assert of(Rule.SUMMED)[0] is np.sum
+    with spmd.Mesh(x=2, y=2):
+        u = spmd.put(np.arange(15.0).reshape(5, 3), P("y", "x"))
+        for function in (np.sum, np.add.reduce):
+            assert function(u, axis=0).spec == P("x", unreduced={"y"})
+            assert function(function(u, axis=0)).spec == P(unreduced={"x", "y"})
+
+
 _MORE = {
     **dict.fromkeys((np.partition, np.argpartition), (1,)),
     **dict.fromkeys((np.quantile, np.percentile, np.nanquantile, np.nanpercentile), (0.5,)),
