@@ -172,15 +172,25 @@ class PartitionedArray:
         return whole
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._block("__dlpack_device__").__dlpack_device__()
+        check_usable("__dlpack_device__", self)
+        block = self.__spmd_parts__()[0] if self.mesh.places is None else self._block("__dlpack_device__")
+        return block.__dlpack_device__()
 
     @api_boundary
-    def __dlpack__(self, **options):
-        """The data of an array in one block for another library, without a copy.
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """The data for another library: of an array in one block without a copy. On the host any other is assembled.
 
-        The other library's stream waits for the current stream of this thread.
+        The other library's stream waits for the current stream of this thread. One that does not ask for version 1 of
+        the protocol cannot be told that data are read-only, and gets a copy.
         """
-        return self._block("__dlpack__").__dlpack__(**options)
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+        options = {name: option for name, option in options.items() if option is not None}
+        check_usable("__dlpack__", self)
+        may_copy = self.mesh.places is None and copy is not False
+        data = self._assembled() if may_copy and self.is_here else self._block("__dlpack__")
+        if may_copy and (max_version is None or max_version < (1, 0)):
+            data = np.array(data)
+        return data.__dlpack__(**options)
 
     def _block(self, where: str) -> Any:
         check_usable(where, self)

@@ -41,6 +41,7 @@ LEVELS = [
     {"map_interpreters"},
     {"mapping"},
     {"global_ops"},
+    {"array_api"},
     {"jit_entry"},
     {"jitted"},
     {"linear"},
