@@ -2,7 +2,18 @@
 
 from spmd.array import MAPPED
 from spmd.autodiff.dispatch import creators
-from spmd.global_ops import along, contractions, elementwise, indexing, methods, reductions, shapes, updates  # noqa: F401
+from spmd.global_ops import (  # noqa: F401
+    along,
+    contractions,
+    elementwise,
+    indexing,
+    matrices,
+    methods,
+    reductions,
+    shapes,
+    transforms,
+    updates,
+)
 from spmd.global_ops.whole import whole
 
 MAPPED[None] = lambda fun, *args, **kwargs: whole(fun, args, kwargs)

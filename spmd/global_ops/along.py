@@ -58,8 +58,7 @@ _TABLE: dict[Any, Along] = {
     **{getattr(np, name): Along(-1, True) for name in ("trapezoid", "trapz") if hasattr(np, name)},
     **{getattr(np, name): Along(None) for name in ("cumulative_sum", "cumulative_prod") if hasattr(np, name)},
     **{getattr(np.fft, name): Along(-1) for name in _FFT.split()},
-    **{f: Along(None) for f in (np.repeat, np.delete, np.insert, np.append, np.compress, np.take)},
-    **{f: Along(None) for f in (np.fft.fftshift, np.fft.ifftshift)},
+    **{f: Along(None) for f in (np.repeat, np.delete, np.insert, np.append, np.compress)},
 }
 
 

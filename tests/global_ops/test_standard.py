@@ -310,7 +310,7 @@ def test_values_are_numpys(mesh, name):
 
 
 MADE: dict[str, list[tuple]] = {
-    "arange": [(5,), (2, 9, 3), (0.5, 4), (9, 2, -2), (5, {"dtype": np.float32})],
+    "arange": [(5,), (2, 9, 3), (0, 4.0), (0.5, 4), (9, 2, -2), (5, {"dtype": np.float32})],
     "empty": [((0, 3),), ((0,), {"dtype": np.int8})],
     "eye": [(5,), (3, 6, {"k": 1, "dtype": np.float32})],
     "full": [((5, 2), 3), (4, 2.5), ((), True), ((3,), 1j), ((3,), 1, {"dtype": np.uint8})],
@@ -416,6 +416,15 @@ def test_asarray_takes_what_is_there():
         of_number = spmd.grad(lambda x: xp.sum(xp.asarray([x, x * x, 7.0]) * weights))(3.0)
         assert float(of_number) == 1 + 2 * 2 * 3
     assert xp.asarray([1, 2], device=mesh).mesh == mesh
+
+
+def test_masks_of_no_entries_choose_none():
+    for shape in (0, 4), (7, 0), (0,), (0, 0), (3, 0), (0, 4, 0):
+        want, expected = outcome(lambda x: x[np.zeros(shape, bool)], ARRAYS["a"])  # noqa: B023
+        for name in MESHES:
+            have, error = outcome(lambda x: x[np.zeros(shape, bool)], laid_out(name)["a"])  # noqa: B023
+            assert type(error) is type(expected)
+            assert error or have.shape == want.shape
 
 
 def test_dlpack_gives_the_whole_array():
