@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from global_cases import bare
+from global_cases import bare, outcome
 
 import spmd
 from spmd import P
@@ -80,3 +82,26 @@ def test_indices_of_a_global_array():
         assert np.take(x, k, axis=1).spec == P("x", None, None)
         with pytest.raises(IndexError):
             np.take(x, k + 4, axis=1)
+
+
+def test_dtypes_of_results_that_are_named():
+    wrong = []
+    for kind, dtype in itertools.product(("?", "i1", "u8", "f4", "c8"), ("u1", "i2", "f4", "c16")):
+        a = np.full((4, 3), 2).astype(kind)
+        for name, options in itertools.product(("sum", "prod", "mean", "var", "std"), ({}, {"axis": 0})):
+            of = lambda x: getattr(np, name)(x, dtype=np.dtype(dtype), **options)  # noqa: B023
+            want, expected = outcome(of, a)
+            with spmd.Mesh(x=3):
+                have, error = outcome(lambda: bare(of(spmd.put(a, P("x")))))  # noqa: B023
+            if (error is None) != (expected is None):
+                wrong.append(f"{name} of {kind} in {dtype}: {error!r}, NumPy: {expected!r}")
+            elif error is None and (have.dtype != want.dtype or not np.array_equal(have, want)):
+                wrong.append(f"{name} of {kind} in {dtype}: {have!r}, not {want!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_dimension_that_is_not_there():
+    with spmd.Mesh(x=2):
+        x = spmd.put(TABLE, P("x"))
+        with pytest.raises(IndexError, match="from -3 to 2"):
+            np.expand_dims(x, 3)
