@@ -20,9 +20,8 @@ from spmd.operators.splitting import normal_axis
 
 __all__: list[str] = []
 
-for _name in ("matmul", "matrix_transpose"):
-    if hasattr(np.linalg, _name):
-        implements(getattr(np.linalg, _name))(getattr(np, _name))
+implements(np.linalg.matmul)(np.matmul)
+implements(np.linalg.matrix_transpose)(np.matrix_transpose)
 
 
 def _of_lines(fun: Any, x: Any, dims: tuple[int, ...], added: int, **options: Any) -> Any:
@@ -52,22 +51,22 @@ def trace(a: Any, offset: int = 0, axis1: int = 0, axis2: int = 1, dtype: Any = 
     return _of_lines(np.trace, a, dims, 0, offset=offset, axis1=axis1, axis2=axis2, dtype=dtype)
 
 
-if hasattr(np.linalg, "diagonal"):
+@implements(np.linalg.diagonal)
+def diagonals(x: Any, /, *, offset: int = 0) -> Any:
+    return np.diagonal(x, offset, -2, -1)
 
-    @implements(np.linalg.diagonal)
-    def diagonals(x: Any, /, *, offset: int = 0) -> Any:
-        return np.diagonal(x, offset, -2, -1)
 
-    @implements(np.linalg.trace)
-    def traces(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
-        return np.trace(x, offset, -2, -1, dtype)
+@implements(np.linalg.trace)
+def traces(x: Any, /, *, offset: int = 0, dtype: Any = None) -> Any:
+    return np.trace(x, offset, -2, -1, dtype)
 
-    @implements(np.linalg.matrix_norm)
-    def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
-        if ord in (None, "fro"):
-            return np.linalg.norm(x, axis=(-2, -1), keepdims=keepdims)
-        norms = _of_lines(np.linalg.matrix_norm, x, (x.ndim - 2, x.ndim - 1), 0, ord=ord)
-        return np.expand_dims(norms, (-2, -1)) if keepdims else norms
+
+@implements(np.linalg.matrix_norm)
+def matrix_norm(x: Any, /, *, keepdims: bool = False, ord: Any = "fro") -> Any:
+    if ord in (None, "fro"):
+        return np.linalg.norm(x, axis=(-2, -1), keepdims=keepdims)
+    norms = _of_lines(np.linalg.matrix_norm, x, (x.ndim - 2, x.ndim - 1), 0, ord=ord)
+    return np.expand_dims(norms, (-2, -1)) if keepdims else norms
 
 
 @implements(np.linalg.solve)
