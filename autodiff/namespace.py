@@ -452,11 +452,14 @@ namespace = Namespace()
 _namespaces: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
 
 
-def of(x: Any, api_version: Any = None) -> Namespace:
+def of(x: Any, api_version: Any = None) -> Any:
     """The namespace for the value of an Array. Raises ValueError for a version of the standard that NumPy lacks."""
+    value = value_of(x)
+    if not isinstance(value, np.ndarray | np.generic) and not devices.is_array(value):
+        return value.__array_namespace__(api_version=api_version)
     if api_version is not None:
         np.empty(0).__array_namespace__(api_version=api_version)
-    name = type(value_of(x)).__module__.partition(".")[0]
+    name = type(value).__module__.partition(".")[0]
     key = (name if name == "cupy" else "numpy", x.state is not None)
     if key not in _namespaces:
         _namespaces[key] = Namespace(sys.modules[key[0]], key[1])

@@ -10,6 +10,7 @@ with spmd.Mesh(data=2, model=2):
 
 from typing import TYPE_CHECKING
 
+import spmd.array_api
 import spmd.array_functions
 import spmd.global_ops.all  # noqa: F401 - and those functions that are run as maps
 from spmd.array import PartitionedArray

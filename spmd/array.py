@@ -17,23 +17,21 @@ from spmd.autodiff.dispatch import place_of_out
 from spmd.autodiff.primitive import Method, name_of
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
-from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
+from spmd.errors import ClosureError, LayoutError, MissingMethodError, describe
 from spmd.layout import Layout, P
 from spmd.layout_rules import RULES, Rule
 from spmd.mesh import WORKER, Mesh
-from spmd.ownership import owned
+from spmd.ownership import DONATED, donated_error, owned
 from spmd.resharding import moved_blocks
 from spmd.settings import setting
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
 __all__ = [
-    "DONATED",
     "PartitionedArray",
     "check_usable",
     "closure_error",
     "device_of_worker",
-    "donated_error",
     "layout_of",
     "owned_on",
     "relayout",
@@ -186,15 +184,25 @@ class PartitionedArray:
         return whole
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._block("__dlpack_device__").__dlpack_device__()
+        check_usable("__dlpack_device__", self)
+        block = self.__spmd_parts__()[0] if self.mesh.places is None else self._block("__dlpack_device__")
+        return block.__dlpack_device__()
 
     @api_boundary
-    def __dlpack__(self, **options):
-        """The data of an array in one block for another library, without a copy.
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """The data for another library: of an array in one block without a copy. On the host any other is assembled.
 
-        The other library's stream waits for the current stream of this thread.
+        The other library's stream waits for the current stream of this thread. One that does not ask for version 1 of
+        the protocol cannot be told that data are read-only, and gets a copy.
         """
-        return self._block("__dlpack__").__dlpack__(**options)
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+        options = {name: option for name, option in options.items() if option is not None}
+        check_usable("__dlpack__", self)
+        may_copy = self.mesh.places is None and copy is not False
+        data = self._assembled() if may_copy and self.is_here else self._block("__dlpack__")
+        if may_copy and (max_version is None or max_version < (1, 0)):
+            data = np.array(data)
+        return data.__dlpack__(**options)
 
     def _block(self, where: str) -> Any:
         check_usable(where, self)
@@ -462,30 +470,6 @@ def share_copies(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -
 
 tree.LEAF_TYPES.add(PartitionedArray)
 ADMITTED.add(PartitionedArray)
-
-
-class _Donated:
-    """Stands for the blocks of a donated array, whose memory may be reused."""
-
-    __slots__ = ()
-
-    def _refuse(self, *_: Any) -> Any:
-        raise donated_error("a PartitionedArray")
-
-    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __getattr__ = __reduce_ex__ = _refuse
-
-
-DONATED: Any = _Donated()
-
-
-def donated_error(where: str, argument: str | None = None) -> Exception:
-    return DonatedError.at(
-        where,
-        argument=argument,
-        got="an array that was given away (donate=True)",
-        need="the one that came in its place",
-        mend="params, state = optimizer.update(grads, state, params, donate=True); without donate the old stay",
-    )
 
 
 def owned_on(mesh: Mesh, a: Any, worker: int) -> np.ndarray:

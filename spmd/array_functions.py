@@ -22,7 +22,7 @@ from spmd.array import (
 )
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
-from spmd.errors import LayoutError, MeshError, describe
+from spmd.errors import LayoutError, MeshError, describe, message
 from spmd.kernels import on_device
 from spmd.layout import Layout, P
 from spmd.layout_rules import Rule
@@ -282,6 +282,12 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
 def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
     x = a
     ndim = x.ndim + np.size(axis)
+    for d in np.atleast_1d(axis):
+        if not -ndim <= d < ndim:
+            need = f"a dimension of the result, from {-ndim} to {ndim - 1}"
+            raise np.exceptions.AxisError(
+                message("np.expand_dims", argument="axis", got=f"{d}, for {describe(x)}", need=need, mend="axis=0")
+            )
     new = tuple(normal_axis("np.expand_dims", "axis", d, ndim) for d in np.atleast_1d(axis))
     layout = _with_whole(x.layout, dict.fromkeys(new, 1))
     return share_copies({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)

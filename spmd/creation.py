@@ -101,7 +101,7 @@ def arange(
     """start, start + step, ... before stop, as a global array; see `zeros`. As `np.arange`, with the same bits."""
     start, stop = (0, start) if stop is None else (start, stop)
     n = max(0, math.ceil((stop - start) / step))
-    dtype = np.arange(start, start, step, dtype=dtype).dtype
+    dtype = np.arange(start, start + 0 * stop, step, dtype=dtype).dtype
     first = np.asarray(start).astype(dtype)
     apart = np.asarray(start + step).astype(dtype) - first
 

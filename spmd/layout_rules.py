@@ -21,8 +21,7 @@ class Rule(Enum):
     KEPT = "as the argument. `roll`: each block gets the rows that come from its neighbours"
     REDUCED = "without the dimensions that were reduced; the same value on all workers along the axes that split them"
     SUMMED = (
-        "without the dimensions that were summed; unreduced along the axes that split them, and along those along which "
-        "the argument was"
+        "without the dimensions that were summed; unreduced along the axes that split them, and where the argument was"
     )
     PERMUTED = "what splits a dimension goes with it; new dimensions are whole"
     RESHAPED = (

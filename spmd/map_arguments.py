@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import DONATED, PartitionedArray, donated_error, function_of, layout_of, relayout
+from spmd.array import PartitionedArray, function_of, layout_of, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
@@ -22,6 +22,7 @@ from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
 from spmd.operators.memo import bounded
 from spmd.operators.varying import Join
+from spmd.ownership import DONATED, donated_error
 from spmd.placement import cut, put
 from spmd.replicas.compare import compared_part, digest, is_skipped, next_turn
 from spmd.replicas.records import ReplicaRecord, Replicas

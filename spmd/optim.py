@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from spmd import kernels
-from spmd.array import DONATED, PartitionedArray, device_of_worker, donated_error
+from spmd.array import PartitionedArray, device_of_worker
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
@@ -26,7 +26,7 @@ from spmd.errors import describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
 from spmd.lazy_imports import lazy_attributes
-from spmd.ownership import reclaimed
+from spmd.ownership import DONATED, donated_error, reclaimed
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 

@@ -1,4 +1,4 @@
-"""Which arrays may be written to: frozen arrays, owned copies, and memory that nothing else uses."""
+"""Which arrays may be written to: frozen arrays, owned copies, donated ones, and memory that nothing else uses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from spmd.autodiff.admission import BARE, admit
 from spmd.device import copied
-from spmd.errors import LayoutError, StateError, describe
+from spmd.errors import DonatedError, LayoutError, StateError, describe
 from spmd.kernels import on_device
 from spmd.kernels.memory.pool import PooledBase
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = ["Frozen", "freeze", "owned", "reclaimed", "thaw"]
+__all__ = ["DONATED", "Frozen", "donated_error", "freeze", "owned", "reclaimed", "thaw"]
 
 
 class Frozen(np.ndarray):
@@ -124,3 +124,27 @@ def owned(a: np.ndarray) -> np.ndarray:
     if isinstance(a, Frozen) and not a.flags.writeable and a.flags.c_contiguous:
         return bare
     return read_only(copied(bare))
+
+
+class _Donated:
+    """Stands for the blocks of a donated array, whose memory may be reused."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise donated_error("a PartitionedArray")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = __getattr__ = __reduce_ex__ = _refuse
+
+
+DONATED: Any = _Donated()
+
+
+def donated_error(where: str, argument: str | None = None) -> Exception:
+    return DonatedError.at(
+        where,
+        argument=argument,
+        got="an array that was given away (donate=True)",
+        need="the one that came in its place",
+        mend="params, state = optimizer.update(grads, state, params, donate=True); without donate the old stay",
+    )

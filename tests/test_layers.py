@@ -42,6 +42,7 @@ LEVELS = [
     {"map_interpreters"},
     {"mapping"},
     {"global_ops"},
+    {"array_api"},
     {"jit_entry"},
     {"jitted"},
     {"linear"},

@@ -6,9 +6,11 @@ from spmd.global_ops import (  # noqa: F401
     elementwise,
     indexing,
     making,
+    matrices,
     methods,
     reductions,
     shapes,
+    transforms,
     updates,
 )
 from spmd.global_ops.registry import implements

@@ -60,7 +60,6 @@ _TABLE: dict[Any, Along] = {
     **{getattr(np, name): Along(None) for name in ("cumulative_sum", "cumulative_prod") if hasattr(np, name)},
     **{getattr(np.fft, name): Along(-1) for name in _FFT.split()},
     **{f: Along(None) for f in (np.repeat, np.delete, np.insert)},
-    **{f: Along(None) for f in (np.fft.fftshift, np.fft.ifftshift)},
 }
 
 

@@ -79,7 +79,8 @@ def item(x: Any, index: Any) -> Any:
 
 @implements(np.take, rule=Rule.INDEXED)
 def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "raise") -> Any:
-    if axis is None or mode != "raise" or global_value(a) is None:
+    """The indices go to all workers."""
+    if mode != "raise" or global_value(a) is None:
         return whole(np.take, (a, indices), {"axis": axis, "mode": mode})
     indices = indices if hasattr(indices, "dtype") else np.asarray(indices, None if np.size(indices) else np.intp)
     if indices.dtype.kind not in "iu":
@@ -87,7 +88,8 @@ def take(a: Any, indices: Any, axis: Any = None, out: Any = None, mode: str = "r
             "np.take", argument="indices", got=describe(indices), need="integers", mend="x[mask], or np.nonzero(mask)"
         )
     index = indices if np.ndim(indices) else int(indices)
-    return item(a, (*[slice(None)] * normal_axis("np.take", "axis", axis, len(a.shape)), index))
+    a, d = (np.ravel(a), 0) if axis is None else (a, normal_axis("np.take", "axis", axis, len(a.shape)))
+    return item(a, (*[slice(None)] * d, index))
 
 
 def basic_keys(index: Any, value: PartitionedArray) -> list[Any] | None:
@@ -197,13 +199,14 @@ _item.__name__ = "x[i]"
 
 
 def _advanced(x: Any, entries: Sequence[Any]) -> Any:
-    """One array of integers, and slices that take all: a take along a dimension. Else of the whole."""
+    """One array of integers, and slices that take all: a take along a dimension, by indices that all workers have. Else
+    of the whole."""
     value = global_of(x)
     arrays = [k for k, e in enumerate(entries) if not (e is None or isinstance(e, slice) or _is_integer(e))]
     plain = all(isinstance(e, slice) and e == slice(None) for k, e in enumerate(entries) if k not in arrays)
-    if len(arrays) == 1 and plain and global_value(entries[arrays[0]]) is None:
+    if len(arrays) == 1 and plain:
         (d,) = arrays
-        indices = np.asarray(entries[d])
+        indices = entries[d] if global_value(entries[d]) is not None else np.asarray(entries[d])
         spec = moved_spec(as_spec(x), value.shape, (d,))
         if spec is not None and indices.dtype.kind in "iu":
             names = names_of(spec, value.ndim)
@@ -216,12 +219,37 @@ def _take_along(d: int) -> Callable[..., Any]:
     return lambda x, indices: x[(slice(None),) * d + (indices,)]
 
 
+@implements(np.take_along_axis, rule=Rule.ALONG)
+def take_along_axis(arr: Any, indices: Any, axis: Any = -1) -> Any:
+    """Each line by itself: what splits other dimensions of the array splits those of the indices."""
+    value, shape = global_value(arr), np.shape(indices)
+    if value is None or axis is None or len(shape) != value.ndim:
+        return whole(np.take_along_axis, (arr, indices), {"axis": axis})
+    d = normal_axis("np.take_along_axis", "axis", axis, value.ndim)
+    spec = moved_spec(as_spec(arr), value.shape, (d,))
+    if spec is None or shape[:d] + shape[d + 1 :] != value.shape[:d] + value.shape[d + 1 :]:
+        return whole(np.take_along_axis, (arr, indices), {"axis": axis})
+    if isinstance(spec, Layout):
+        like: Any = Layout(shape, spec.spec, spec.axes, [None if e == d else cut for e, cut in enumerate(spec.cuts)])
+    else:
+        like = spec
+    return on_blocks("np.take_along_axis", _taking_along, (d,), [arr, indices], [spec, like], like, value.mesh)
+
+
+def _taking_along(d: int) -> Callable[..., Any]:
+    return lambda x, indices: np.take_along_axis(x, indices, d)
+
+
 def _masked(x: Any, mask: Any) -> Any:
     """The entries (rows) where a mask is true, in order: a result in uneven blocks."""
     value = global_of(x)
     if getattr(mask, "dtype", None) is None or mask.dtype.kind != "b":
         return _advanced(x, _expanded(mask, value.ndim))
-    if mask.shape != value.shape[: mask.ndim] or not mask.ndim:
+    covered = value.shape[: mask.ndim]
+    fits = len(covered) == mask.ndim and all(m in (0, n) for m, n in zip(mask.shape, covered, strict=True))
+    if fits and 0 in mask.shape:
+        return np.reshape(x[(slice(0),) * mask.ndim], (0, *value.shape[mask.ndim :]))  # no entry, as in NumPy
+    if mask.shape != covered or not mask.ndim:
         raise IndexError(f"a mask of shape {mask.shape} for an array of shape {value.shape}")
     spec = moved_spec(as_spec(x), value.shape, range(1, mask.ndim)) if mask.ndim > 1 else as_spec(x)
     assert spec is not None

@@ -91,6 +91,7 @@ def _sum(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtype: A
     def body(x: Any, *mask: Any) -> Any:
         x = _masked(x if dtype is None else x.astype(dtype), mask, 0)
         total = _total(x, names, dims)
+        total = total if dtype is None else total.astype(dtype)  # sums of small integers are wide
         return total if initial is None else total + total.dtype.type(initial)
 
     return body
@@ -138,6 +139,7 @@ def _product(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, dtyp
         part = np.prod(x, axis=dims)
         if names:
             part = np.prod(all_gather(part, names, to="invariant"), axis=0).astype(part.dtype)
+        part = part if dtype is None else part.astype(dtype)
         return part if initial is None else part * part.dtype.type(initial)
 
     return body
@@ -311,7 +313,7 @@ def _deviation(fun: Any, root: bool) -> None:
         options = {"axis": axis, "dtype": dtype, "keepdims": keepdims, "where": where, "mean": mean}
         given = {name: option for name, option in options.items() if option is not _MISSING}
         kind = "" if dtype is None else np.dtype(dtype).kind
-        if kind and (kind in "biu" or (a.dtype.kind == "c" and kind != "c")):
+        if kind and (kind in "biuc" or a.dtype.kind == "c"):
             return whole(fun, (a,), {**given, "ddof": ddof})
         if where is _MISSING and mean is _MISSING:
             return reduced(name_of(fun), _variance, a, axis, keepdims, dtype, ddof, root)

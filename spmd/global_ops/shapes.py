@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray, as_block, check_usable, relayout
+from spmd.array_functions import broadcast_shape
 from spmd.autodiff.registry import primitive
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.along import moved_spec
@@ -282,6 +283,24 @@ def _reshaping(flat: tuple[Layout, Layout], row: tuple[int, ...]) -> Callable[..
         return np.reshape(x, (len(x) // max(1, math.prod(row)), *row))
 
     return body
+
+
+@implements(np.broadcast_arrays, rule=Rule.PERMUTED)
+def broadcast_arrays(*args: Any, subok: bool = False) -> tuple[Any, ...]:
+    shape = broadcast_shape("np.broadcast_arrays", args)
+    return tuple(np.broadcast_to(a, shape) for a in args)
+
+
+@implements(np.meshgrid, rule=Rule.PERMUTED)
+def meshgrid(*xi: Any, copy: bool = True, sparse: bool = False, indexing: str = "xy") -> tuple[Any, ...]:
+    if indexing not in ("xy", "ij"):
+        raise ValueError('np.meshgrid: indexing is "xy" or "ij"')
+    n = len(xi)
+    order = [1, 0, *range(2, n)] if indexing == "xy" and n > 1 else [*range(n)]
+    lines = [
+        np.expand_dims(np.reshape(x, (-1,)), [d for d in range(n) if d != k]) for x, k in zip(xi, order, strict=True)
+    ]
+    return tuple(lines) if sparse else tuple(np.broadcast_arrays(*lines))
 
 
 # What needs no entries.
