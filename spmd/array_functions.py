@@ -22,6 +22,8 @@ from spmd.array import (
 )
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
+from spmd.autodiff.staging.recorder import is_slot
+from spmd.autodiff.staging.together import at_worker
 from spmd.device import contiguous
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.kernels import on_device
@@ -35,7 +37,7 @@ _OPERANDS = {PartitionedArray, int, float, complex, bool}
 
 def _operand(x: Any, where: str) -> Any:
     """An operand that is not a global array, checked."""
-    if x is None or on_device(x) or isinstance(x, np.number | np.bool):
+    if x is None or on_device(x) or is_slot(x) or isinstance(x, np.number | np.bool):
         return x
     return admit(x, where)
 
@@ -152,13 +154,14 @@ def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
     """The part of an operand that enters a worker's block of the result."""
     if type(x) is PartitionedArray and x.layout == layout:
         return x.blocks[worker]
+    x = at_worker(x, worker)
     box = layout.slices(worker)
     if type(x) is PartitionedArray:
         data, whole = x.blocks[worker], [not names for names in x.spec.dims]
     elif np.ndim(x) == 0:
         return x[()] if mesh.places is not None and isinstance(x, np.ndarray) else x
     else:
-        data = mesh.places.own(x, worker) if mesh.places is not None else np.asarray(x)
+        data = mesh.places.own(x, worker) if mesh.places is not None else x if is_slot(x) else np.asarray(x)
         whole = [True] * data.ndim
     skip = len(box) - data.ndim
     cut = tuple(box[d + skip] if whole[d] and data.shape[d] != 1 else slice(None) for d in range(data.ndim))
@@ -192,8 +195,8 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
         part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
         if not axes:
             return part
-        call = Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
-        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
+        group, call = worker.group(axes), Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
+        return worker.collective(lambda comm, p: comm.all_reduce(group, call, p).wait(), part)
 
     kept_dims = [d for d in range(x.ndim) if d not in summed]
     result_dims = range(x.ndim) if keepdims else kept_dims

@@ -119,7 +119,7 @@ def is_immutable(x: Any) -> bool:
 
 def is_variable(x: Any) -> bool:
     """Whether an argument with a spec may change from call to call: an array, or a number that is no integer."""
-    return isinstance(x, float | complex) or hasattr(x, "dtype")
+    return isinstance(x, float | complex) or (hasattr(x, "dtype") and not isinstance(x, type))
 
 
 def array_key(x: Any) -> Any:

@@ -12,7 +12,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.dtypes import dtype_name
-from spmd.autodiff.staging.recorder import is_slot, one_line
+from spmd.autodiff.staging.recorder import is_slot, one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
@@ -219,7 +219,7 @@ def joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: 
         return list(own.blocks)
     # Blocks on a device are not compared: that would wait for it.
     turn = _turns_of_copies(mesh, outcome, places, turns) if checked and mesh.places is None else {}
-    parts = {k: {w: compared_part(r.blocks[k], n) for w, r in results.items()} for k, n in turn.items()}
+    parts = {k: {w: compared_part(slot_of(r.blocks[k]), n) for w, r in results.items()} for k, n in turn.items()}
     if distributed:
         summaries = _shared_summaries(where, mesh, outcome, checked, places, turn, parts)
     else:

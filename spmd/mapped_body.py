@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, describe
 from spmd.layout import Spec
@@ -76,7 +77,7 @@ class MappedBody:
     def execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run body(worker) on every worker, with the scheduler that suits this map for runs with this key."""
         number = next_turn(self.turns, key)
-        if mesh.scheduler == "threads" or mesh.transport.name != "local":
+        if mesh.scheduler == "threads" or mesh.transport.name != "local" or RECORDING.get() is not None:
             with suspended():
                 return mesh.run(body, tracked=tracked, number=number)
         trial = self.trials.get((mesh, key))

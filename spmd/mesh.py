@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import device as devices
+from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import Program
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
@@ -68,6 +70,12 @@ class Worker:
         self.prepared = _ALWAYS_MISSING
         self.program = program = program or Program()
         return program
+
+    def collective(self, fun: Callable[[Comm, Any], Any], x: Any) -> Any:
+        """fun(communicator, x), which moves data; a line of the program, where one is recorded."""
+        if self.program is None:
+            return fun(self.comm, x)
+        return self.program.call(fun, (COMM, x), effect=True, comm=self.comm)
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""
@@ -291,10 +299,10 @@ class Mesh:
         return groups
 
     def shared(self, layout: Any, make: Callable[[int], Any]) -> dict[int, Any]:
-        """make(worker) for each worker of this process, called once for workers that share one array."""
-        if len(self.local_workers) == 1:
-            (w,) = self.local_workers
-            return {w: make(w)}
+        """make(worker) for each worker of this process, called once for workers that share one array.
+        While programs are recorded none share: each worker has its own."""
+        if len(self.local_workers) == 1 or RECORDING.get() is not None:
+            return {w: make(w) for w in self.local_workers}
         blocks = dict.fromkeys(self.local_workers)
         for workers in self.sharers(layout):
             block = make(workers[0])
@@ -396,10 +404,12 @@ class Mesh:
         self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None, number: int = 0
     ) -> Outcome:
         """Run body(worker) on every worker of this process. number: how many runs of this body came before."""
-        replicas = Replicas(len(self.local_workers) < self.size, number)
+        replicas, programs = Replicas(len(self.local_workers) < self.size, number), RECORDING.get()
 
         def main(comm: Comm):
             worker = Worker(self, comm, tracked, replicas)
+            if programs is not None:
+                worker.record(programs.of_worker(self, worker.index))
             token = WORKER.set(worker)
             try:
                 return body(worker)

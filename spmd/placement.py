@@ -12,6 +12,7 @@ from spmd.array import PartitionedArray, check_usable, owned_on, relayout, share
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
+from spmd.autodiff.staging.together import at_worker
 from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
@@ -107,7 +108,8 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
     """The blocks of a whole array for the workers of this process. Copies of a block on one device are one array."""
 
     def block(w: int) -> np.ndarray:
-        return owned_on(mesh, data[layout.slices(w)] if data.ndim else _scalar_block(data, layout, w), w)
+        own = at_worker(data, w)
+        return owned_on(mesh, own[layout.slices(w)] if own.ndim else _scalar_block(own, layout, w), w)
 
     return mesh.shared(layout, block)
 

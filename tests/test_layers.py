@@ -43,6 +43,7 @@ LEVELS = [
     {"global_ops"},
     {"jit_entry"},
     {"jitted"},
+    {"jitted_functions"},
     {"linear"},
     {"functions", "random", "optim", "solvers"},
     {"bench"},

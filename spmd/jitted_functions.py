@@ -1,0 +1,225 @@
+"""spmd.jit of functions of global arrays: one program per worker for all that a function does.
+
+The first call with arguments of given layouts runs the function on global arrays whose blocks are stand-ins
+(`spmd.autodiff.staging.together`). All that is done with them, the maps behind NumPy's functions, relayouts, tapes of
+gradients, becomes lines of the programs of the workers, in order. Later calls replay the programs, as those of a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray
+from spmd.autodiff import tree
+from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.staging.recorder import is_slot, slot_of
+from spmd.autodiff.staging.together import Together, at_worker, recorded_by
+from spmd.autodiff.tracer import Array
+from spmd.autodiff.transforms import value_and_grad
+from spmd.errors import JitError, MeshError, SpecError, describe
+from spmd.jit_entry import JitEntry, is_immutable, is_variable, join_results, layouts_of, shapes_of
+from spmd.jitted import Jitted
+from spmd.layout import P
+from spmd.mapped_body import MappedBody
+from spmd.mapping import Mapped
+from spmd.mesh import Mesh, current_mesh
+from spmd.spec_trees import Leaf
+from spmd.tracebacks import api_boundary
+from spmd.transport.handles import read_only
+
+__all__ = ["JittedFunction", "jit"]
+
+
+class JittedFunction(Jitted):
+    """A function of global arrays that replays its recorded programs; see `spmd.jit`."""
+
+    def __init__(self, f: Callable):
+        super().__init__(f, None, None, None, True)
+        self.where = self.arguments.where = self._name
+
+    def __repr__(self) -> str:
+        return f"spmd.jit of {self.where}"
+
+    @api_boundary
+    def __call__(self, *args, **kwargs) -> Any:
+        flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
+        mesh = self._replay_mesh(flat)
+        return self.f(*args, **kwargs) if mesh is None else self._replayed("run", self.f, mesh, treedef, flat)
+
+    def __value_and_grad__(
+        self, check: Callable[[Any], None], argnums: Sequence[int], args: tuple, kwargs: dict
+    ) -> tuple[Any, list] | None:
+        """What `spmd.value_and_grad` of this function calls first: the value and the gradients, by one program.
+
+        None where there is none: an argument is traced from outside, or is not differentiable."""
+        flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
+        mesh = self._replay_mesh(flat)
+        selected = [x for n in argnums for x in tree.leaves(args[n])]
+        if mesh is None or not all(map(_is_floating, selected)):
+            return None
+        numbers = tuple(argnums)
+        both = value_and_grad(self.f, numbers)
+        value, grads = self._replayed(("value and gradients", *numbers), both, mesh, treedef, flat)
+        return value, list(grads)
+
+    def _mesh_of(self, flat: list) -> Mesh:
+        """The mesh of the first global array; without one that of the enclosing `with mesh:`."""
+        mesh = next((x.mesh for x in flat if type(x) is PartitionedArray), None) or current_mesh()
+        if mesh is None:
+            raise MeshError.at(
+                f"spmd.jit of {self.where}",
+                got="no global array among the arguments, and no enclosing `with mesh:`",
+                need="a mesh whose workers run the program",
+                mend="spmd.put(x, spec, mesh) for an argument; or with spmd.Mesh(x=4): ...",
+            )
+        return mesh
+
+    def _which_static(self, treedef: Any, flat: list) -> list[bool]:
+        return [type(x) is not PartitionedArray and not is_variable(x) for x in flat]
+
+    def _check_static(self, flat: list, static: list[bool]) -> None:
+        for x, is_static in zip(flat, static, strict=True):
+            try:
+                hash(x if is_static else None)
+            except TypeError:
+                raise JitError.at(
+                    f"spmd.jit of {self.where}",
+                    argument="that is no array",
+                    got=describe(x),
+                    need="an object that can be hashed: it is part of the program",
+                    mend="a frozen dataclass; spmd.tree.register(cls) for one that holds arrays",
+                ) from None
+
+    # Recording
+
+    def _replayed(self, kind: Any, function: Callable, mesh: Mesh, treedef: Any, flat: list) -> Any:
+        """function(*args, **kwargs) by programs, which the first call with such arguments records."""
+        entry = self._entry(kind, mesh, treedef, flat)
+        if entry is None:
+            entry = JitEntry(self._recordings)
+            results = self._recorded(entry, function, mesh, treedef, flat)
+            self._keep(entry, kind, mesh, treedef, flat)
+        else:
+            results = self._replay(entry, mesh, flat)
+        joined = join_results(mesh, results, entry.layouts)
+        return tree.unflatten(entry.treedef, [_given_away(x) for x in joined])
+
+    def _recorded(
+        self, entry: JitEntry, function: Callable, mesh: Mesh, treedef: Any, flat: list
+    ) -> dict[int, list]:
+        """Run a function on stand-ins, and build the programs: the results by worker."""
+        args, kwargs = tree.unflatten(treedef, flat)
+        leaves, rebuild = self.arguments.bind(mesh, args, kwargs)
+        leaves = [leaf._replace(spec=_spec_of(leaf.value)) for leaf in leaves]
+        self._classify(entry, leaves)
+        programs = Together(mesh, mesh.local_workers)
+        args, kwargs = rebuild([self._stand_in(programs, leaf) for leaf in leaves])
+        with recorded_by(programs):
+            out = function(*args, **kwargs)
+        paths, outs, entry.treedef = tree.flatten_with_path(out, none_is_leaf=True)
+        programs.check()
+        outs = [self._result(x, f"result{path}") for x, path in zip(outs, paths, strict=True)]
+        entry.layouts = layouts_of(outs)
+        entry.verifies = len(mesh.local_workers) < mesh.size and any(
+            leaf is not None and type(leaf.spec) is P for leaf in entry.variable
+        )
+        results = {}
+        for w, program in programs.programs.items():
+            blocks = [x.blocks[w] if type(x) is PartitionedArray else at_worker(x, w) for x in outs]
+            entry.programs[w] = program.built(blocks, self._name)
+            results[w] = [slot_of(b) for b in blocks]
+            entry.shapes[w] = shapes_of(results[w])
+        return results
+
+    def _stand_in(self, programs: Together, leaf: Leaf) -> Any:
+        """What stands for an argument while the function is recorded: for blocks those of a global array."""
+        if leaf.spec is None:
+            return leaf.value
+        mesh = programs.mesh
+        laid = self.arguments.lay_out(mesh, self.arguments.admit(mesh, leaf))
+        inputs = {
+            w: program.input(laid.value if laid.blocks is None else laid.blocks[w])
+            for w, program in programs.programs.items()
+        }
+        if type(leaf.value) is not PartitionedArray:
+            return programs.joined(inputs)
+        array = PartitionedArray(inputs, leaf.value.layout, mesh)
+        array.compared = leaf.value.compared
+        return array
+
+    def _result(self, x: Any, path: str) -> Any:
+        """A result, which programs can return: a global array, bare data, or an object that does not change."""
+        if type(x) is PartitionedArray or is_slot(x) or is_immutable(x):
+            return x
+        if type(x) is np.ndarray:
+            return read_only(x.copy())
+        traced = type(x) is Array
+        raise JitError.at(
+            f"spmd.jit of {self.where}",
+            argument=path,
+            got=describe(x),
+            need="a result of the arguments alone"
+            if traced
+            else "arrays, numbers, strings, dtypes, or pytrees of them: it would be this one object each time",
+            mend="pass the traced array that the function uses as an argument"
+            if traced
+            else "make objects outside; spmd.tree.register(cls) for a class that holds arrays",
+        )
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, float | complex) or kind_of_dtype(getattr(x, "dtype", None)) in ("f", "c")
+
+
+def _spec_of(x: Any) -> Any:
+    """The layout of a global array; copies for other arrays and for numbers; None: x is part of the program."""
+    return x.layout if type(x) is PartitionedArray else P() if is_variable(x) else None
+
+
+def _given_away(x: Any) -> Any:
+    """A result as the caller's own: bare arrays may be written to."""
+    return x.copy() if type(x) is np.ndarray and not x.flags.writeable else x
+@api_boundary
+def jit(f: Callable) -> Jitted:
+    """A map whose body's Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
+
+    f: a map (`spmd.map`, `mesh.map`) with check=True. The first call with arguments of given layouts and dtypes runs
+    the body and records its calls of NumPy, of kernels and of collectives. The first `spmd.value_and_grad` or
+    `spmd.grad` of the map does the same, forward and back. Later calls replay the recorded program, with the same bits.
+    They skip the Python of the body and of the library's checks, states and tapes, which takes most of the time on
+    small arrays. A program frees memory as early as it can, and reuses buffers that nobody else sees.
+
+    As in `jax.jit`, the body is a pure function of its arguments. It reads anything else (variables outside, Python's
+    random numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans
+    and arguments with the spec None are part of the program: the body runs again for other ones.
+
+    Second derivatives from outside run the body, as without spmd.jit. So does every call inside `spmd.debug` or a
+    ledger, and every call on a GPU.
+
+    f.text(): the programs so far, as Python. Raises JitError if the body decides by a value (`if`, float(x), x[mask])
+    or takes bare data (spmd.block). The body without spmd.jit may do both.
+    """
+    if isinstance(f, Jitted):
+        return f
+    if not callable(f):
+        raise SpecError.at(
+            "spmd.jit",
+            argument="f",
+            got=describe(f),
+            need="a map, or a function of global arrays",
+            mend="spmd.jit(f), and the arguments where it is called: spmd.jit(f)(x)",
+        )
+    if not isinstance(f, Mapped):
+        return JittedFunction(f)
+    if not f.check:
+        raise SpecError.at(
+            "spmd.jit",
+            argument="f",
+            got=f"{f.where} with check=False, whose body has bare arrays",
+            need="arrays that can be followed",
+            mend="leave check=False out: what it saves is not done again",
+        )
+    return Jitted(f.f, f.in_specs, f.out_specs, f.mesh, f.check)
