@@ -4,6 +4,7 @@ reshapes. Traced arrays have the derivative rules of NumPy's functions."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -23,7 +24,7 @@ from spmd.array import (
 from spmd.autodiff.admission import admit
 from spmd.autodiff.primitive import name_of
 from spmd.autodiff.staging.recorder import is_slot
-from spmd.autodiff.staging.together import at_worker
+from spmd.autodiff.staging.together import RECORDING, at_worker
 from spmd.device import contiguous
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.kernels import on_device
@@ -62,9 +63,11 @@ def _blockwise(ufunc, inputs, kwargs):
     if layout is not arrays[0].layout or len(arrays) > 1:
         inputs = [_for_blocks(x, layout) if type(x) is PartitionedArray else x for x in inputs]
 
+    fun: Any = operator.pow if ufunc is np.power and not kwargs else ufunc  # `x ** 2` is faster than np.power
+
     def block(w: int) -> Any:
         with device_of_worker(mesh, w):
-            result = ufunc(*(operand_part(x, layout, w, mesh) for x in inputs), **kwargs)
+            result = fun(*(operand_part(x, layout, w, mesh) for x in inputs), **kwargs)
             return tuple(map(as_block, result)) if isinstance(result, tuple) else as_block(result)
 
     results = mesh.shared(layout, block)
@@ -180,7 +183,8 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     keepdims = keepdims is not np._NoValue and bool(keepdims)  # type: ignore[attr-defined]
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     plain = all(option in (None, True, np._NoValue) for option in map(_plain, options.values()))
-    if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
+    unusual = type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims])
+    if unusual or RECORDING.get() is not None:  # programs repeat the collectives of maps faster
         return MAPPED[np.sum](x, axis, dtype, None, keepdims, **options)
     summed = sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
     if x.layout.spec is None and not x.ndim:  # the sum of the whole array is one value on all workers
@@ -195,8 +199,8 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
         part = contiguous(np.sum(block, axis=tuple(summed), dtype=dtype, keepdims=keepdims))
         if not axes:
             return part
-        group, call = worker.group(axes), Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
-        return worker.collective(lambda comm, p: comm.all_reduce(group, call, p).wait(), part)
+        call = Call("np.sum", axes, part.dtype, part.shape, same_shape=True)
+        return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
     kept_dims = [d for d in range(x.ndim) if d not in summed]
     result_dims = range(x.ndim) if keepdims else kept_dims

@@ -15,17 +15,19 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.staging.program import Ref
 from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.staging.together import Together, at_worker, recorded_by
-from spmd.autodiff.tracer import Array
-from spmd.autodiff.transforms import value_and_grad
+from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.transform_arguments import innermost, lower, on
+from spmd.autodiff.transforms import joint, pullback_of, value_and_grad
 from spmd.errors import JitError, MeshError, SpecError, describe
 from spmd.jit_entry import JitEntry, is_immutable, is_variable, join_results, layouts_of, shapes_of
 from spmd.jitted import Jitted
 from spmd.layout import P
-from spmd.mapped_body import MappedBody
+from spmd.map_arguments import cotangent_input
 from spmd.mapping import Mapped
-from spmd.mesh import Mesh, current_mesh
+from spmd.mesh import Mesh, Worker, current_mesh
 from spmd.spec_trees import Leaf
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
@@ -46,8 +48,17 @@ class JittedFunction(Jitted):
     @api_boundary
     def __call__(self, *args, **kwargs) -> Any:
         flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
-        mesh = self._replay_mesh(flat)
-        return self.f(*args, **kwargs) if mesh is None else self._replayed("run", self.f, mesh, treedef, flat)
+        tape = innermost(flat)
+        below = flat if tape is None else [lower(x, tape) for x in flat]
+        mesh = self._replay_mesh(below)
+        if mesh is None:
+            return self.f(*args, **kwargs)
+        if tape is None:
+            return self._replayed("run", self.f, mesh, treedef, flat)
+        of = [k for k, x in enumerate(flat) if on(x, tape)]
+        vjp = _FunctionVjp(self, mesh, treedef, below, of, tape.once)
+        out_tree, outs = vjp.forward()
+        return tree.unflatten(out_tree, joint(self.where, tape, [flat[k] for k in of], outs, vjp.pull))
 
     def __value_and_grad__(
         self, check: Callable[[Any], None], argnums: Sequence[int], args: tuple, kwargs: dict
@@ -111,28 +122,30 @@ class JittedFunction(Jitted):
         self, entry: JitEntry, function: Callable, mesh: Mesh, treedef: Any, flat: list
     ) -> dict[int, list]:
         """Run a function on stand-ins, and build the programs: the results by worker."""
-        args, kwargs = tree.unflatten(treedef, flat)
-        leaves, rebuild = self.arguments.bind(mesh, args, kwargs)
-        leaves = [leaf._replace(spec=_spec_of(leaf.value)) for leaf in leaves]
-        self._classify(entry, leaves)
         programs = Together(mesh, mesh.local_workers)
-        args, kwargs = rebuild([self._stand_in(programs, leaf) for leaf in leaves])
+        args, kwargs = tree.unflatten(treedef, self._stand_ins(entry, programs, treedef, flat))
         with recorded_by(programs):
             out = function(*args, **kwargs)
-        paths, outs, entry.treedef = tree.flatten_with_path(out, none_is_leaf=True)
-        programs.check()
-        outs = [self._result(x, f"result{path}") for x, path in zip(outs, paths, strict=True)]
+        entry.treedef, outs = self._results(out)
         entry.layouts = layouts_of(outs)
-        entry.verifies = len(mesh.local_workers) < mesh.size and any(
-            leaf is not None and type(leaf.spec) is P for leaf in entry.variable
-        )
         results = {}
         for w, program in programs.programs.items():
-            blocks = [x.blocks[w] if type(x) is PartitionedArray else at_worker(x, w) for x in outs]
+            blocks = _own_blocks(outs, w)
             entry.programs[w] = program.built(blocks, self._name)
             results[w] = [slot_of(b) for b in blocks]
             entry.shapes[w] = shapes_of(results[w])
+        programs.check()
         return results
+
+    def _stand_ins(self, entry: JitEntry, programs: Together, treedef: Any, flat: list) -> list:
+        """What stands for the arguments while the function is recorded."""
+        mesh = programs.mesh
+        leaves, _ = self.arguments.bind(mesh, *tree.unflatten(treedef, flat))
+        leaves = [leaf._replace(spec=_spec_of(leaf.value)) for leaf in leaves]
+        self._classify(entry, leaves)
+        # Bare data must be equal on all processes: it is compared at the end of each call.
+        entry.verifies = len(mesh.local_workers) < mesh.size and any(type(leaf.spec) is P for leaf in leaves)
+        return [self._stand_in(programs, leaf) for leaf in leaves]
 
     def _stand_in(self, programs: Together, leaf: Leaf) -> Any:
         """What stands for an argument while the function is recorded: for blocks those of a global array."""
@@ -149,6 +162,11 @@ class JittedFunction(Jitted):
         array = PartitionedArray(inputs, leaf.value.layout, mesh)
         array.compared = leaf.value.compared
         return array
+
+    def _results(self, out: Any) -> tuple[Any, list]:
+        """The structure of a result, and its leaves, which programs can return."""
+        paths, outs, structure = tree.flatten_with_path(out, none_is_leaf=True)
+        return structure, [self._result(x, f"result{path}") for x, path in zip(outs, paths, strict=True)]
 
     def _result(self, x: Any, path: str) -> Any:
         """A result, which programs can return: a global array, bare data, or an object that does not change."""
@@ -170,8 +188,155 @@ class JittedFunction(Jitted):
         )
 
 
+class _FunctionVjp:
+    """A jitted function with its pullback: a program forward, and a program back.
+
+    flat: the arguments. of: the differentiated ones, by position. once: whether the pullback serves one time.
+
+    The first forward run is recorded, and the first pullback continues its recording, which is then split in two.
+    """
+
+    def __init__(self, jitted: JittedFunction, mesh: Mesh, treedef: Any, flat: list, of: list[int], once: bool):
+        self.jitted, self.mesh, self.treedef, self.flat, self.of, self.once = jitted, mesh, treedef, flat, of, once
+        self.kind = ("forward", once, *of)
+        self.entry: Any = jitted._entry(self.kind, mesh, treedef, flat)
+        self.outs: list[Any] = []
+        self.saved: dict[int, list] | None = None
+        """By worker the values of the forward run that the way back needs."""
+        self.recording: tuple[Together, list, list[int], Callable] | None = None
+
+    def forward(self) -> tuple[Any, list]:
+        """The structure of the results, and the results."""
+        if self.entry is None:
+            self._record()
+        else:
+            self._replay()
+        return self.entry.treedef, self.outs
+
+    def _replay(self) -> None:
+        entry = self.entry
+        results, count = self.jitted._replay(entry, self.mesh, self.flat), len(entry.layouts)
+        self.saved = {w: values[count:] for w, values in results.items()}
+        self.outs = [_given_away(x) for x in join_results(self.mesh, results, entry.layouts)]
+
+    def _traced(self, values: list, once: bool) -> tuple[Any, list, list[int], Callable]:
+        """Run the function on a tape: the structure of its results, they, the positions of those that depend on the
+        differentiated arguments, and the pullback of these."""
+
+        def part(*moving: Any) -> tuple[list, tuple[Any, list, list[int]]]:
+            full = list(values)
+            for k, x in zip(self.of, moving, strict=True):
+                full[k] = x
+            args, kwargs = tree.unflatten(self.treedef, full)
+            leaves, structure = tree.flatten(self.jitted.f(*args, **kwargs), none_is_leaf=True)
+            places = [k for k, x in enumerate(leaves) if type(x) is Array]
+            return [leaves[k] for k in places], (structure, leaves, places)
+
+        moving = [values[k] for k in self.of]
+        _, pullback, (structure, leaves, places) = pullback_of(part, moving, has_aux=True, once=once)
+        return structure, leaves, places, pullback
+
+    def _record(self) -> None:
+        jitted, mesh, programs = self.jitted, self.mesh, Together(self.mesh, self.mesh.local_workers)
+        self.entry = entry = JitEntry(jitted._recordings, self.of)
+        values = jitted._stand_ins(entry, programs, self.treedef, self.flat)
+        with recorded_by(programs):
+            structure, leaves, places, pullback = self._traced(values, self.once)
+        entry.treedef, (_, outs) = structure, jitted._results(leaves)
+        programs.check()
+        entry.layouts = layouts_of(outs)
+        results = {w: [slot_of(b) for b in _own_blocks(outs, w)] for w in programs.programs}
+        entry.shapes = {w: shapes_of(values) for w, values in results.items()}
+        self.outs = [_given_away(x) for x in join_results(mesh, results, entry.layouts)]
+        self.recording = programs, outs, places, pullback
+
+    def pull(self, gs: list) -> list:
+        """The gradients of the differentiated arguments, given the cotangents of all results."""
+        if any(type(g) is Array for g in gs):
+            return self._unjitted(gs)
+        if self.entry.back is not None:
+            return self._back(gs)
+        if self.recording is None:  # the first pullback failed
+            return self._unjitted(gs)
+        recording, self.recording = self.recording, None
+        return self._first_back(gs, *recording)
+
+    def _unjitted(self, gs: list) -> list:
+        """The pullback by the function itself, which can be differentiated again."""
+        _, leaves, places, pullback = self._traced(self.flat, False)
+        return pullback([np.zeros_like(value_of(leaves[k])) if gs[k] is None else gs[k] for k in places])
+
+    def _cotangents(self, gs: list, places: Sequence[int]) -> list[dict[int, Any]]:
+        """The blocks of cotangents, laid out as the results are, by worker; zeros for missing ones."""
+        tables = []
+        for k in places:
+            out, g = self.outs[k], gs[k]
+            g = np.zeros_like(out) if g is None else g
+            if type(out) is PartitionedArray:
+                cotangent = cotangent_input(self.mesh, out, g)
+                assert cotangent is not None and cotangent.blocks is not None
+                tables.append(cotangent.blocks)
+            else:
+                tables.append(dict.fromkeys(self.mesh.local_workers, np.asarray(g)))
+        return tables
+
+    def _first_back(
+        self, gs: list, programs: Together, outs: list, places: list[int], pullback: Callable
+    ) -> list:
+        entry, jitted, members = self.entry, self.jitted, programs.programs
+        ends = {w: (len(p.lines), len(p.inputs)) for w, p in members.items()}
+        cotangents = []
+        for k, table in zip(places, self._cotangents(gs, places), strict=True):
+            inputs = {w: p.input(table[w]) for w, p in members.items()}
+            is_global = type(outs[k]) is PartitionedArray
+            cotangents.append(
+                PartitionedArray(inputs, outs[k].layout, self.mesh) if is_global else programs.joined(inputs)
+            )
+        with recorded_by(programs):
+            grads = pullback(cotangents)
+        _, grads = jitted._results(list(grads))
+        programs.check()
+        back, results = {}, {}
+        for w, p in members.items():
+            start, count = ends[w]
+            blocks, inputs = _own_blocks(grads, w), p.inputs[count:]
+            needed = p.needed(start, inputs, blocks)
+            back[w] = p.built(blocks, f"{jitted._name}, back", start=start, inputs=[*needed, *inputs])
+            entry.programs[w] = p.built(
+                [*_own_blocks(outs, w), *map(Ref, needed)], jitted._name, stop=start, inputs=p.inputs[:count]
+            )
+            results[w] = [slot_of(b) for b in blocks]
+        entry.back, entry.places = (back, layouts_of(grads)), places
+        jitted._keep(entry, self.kind, self.mesh, self.treedef, self.flat)
+        return self._joined(results)
+
+    def _joined(self, results: dict[int, list]) -> list:
+        return [_given_away(g) for g in join_results(self.mesh, results, self.entry.back[1])]
+
+    def _back(self, gs: list) -> list:
+        """Replay the programs that go back."""
+        if self.saved is None:
+            self._replay()
+        saved, entry = self.saved, self.entry
+        assert saved is not None
+        if self.once:
+            self.saved = None
+        tables = self._cotangents(gs, entry.places)
+
+        def body(worker: Worker) -> list:
+            w = worker.index
+            return entry.back[0][w].run(worker.comm, [*saved[w], *(t[w] for t in tables)])
+
+        return self._joined(self.jitted.execute(self.mesh, ("back", entry.number), body, tracked=True).results)
+
+
 def _is_floating(x: Any) -> bool:
     return isinstance(x, float | complex) or kind_of_dtype(getattr(x, "dtype", None)) in ("f", "c")
+
+
+def _own_blocks(outs: list, worker: int) -> list:
+    """The results of a worker's program."""
+    return [x.blocks[worker] if type(x) is PartitionedArray else at_worker(x, worker) for x in outs]
 
 
 def _spec_of(x: Any) -> Any:

@@ -74,6 +74,8 @@ class Together(Program):
 
     def call(self, fun: Any, args: Any, kwargs: Any = NO_KWARGS, **options: Any) -> Any:
         """A line of every program; of one worker's where data of that is among the arguments."""
+        if options.get("writes"):
+            raise args[0]._refuse("x[i] = v, or a method that works in place", "a new array: np.where(mask, v, x)")
         for x in slots((args, kwargs)):
             if x.program is not self:
                 return x.program.call(fun, args, kwargs, **options)

@@ -187,7 +187,7 @@ def _advanced(x: Any, entries: Sequence[Any]) -> Any:
     plain = all(isinstance(e, slice) and e == slice(None) for k, e in enumerate(entries) if k not in arrays)
     if len(arrays) == 1 and plain and global_value(entries[arrays[0]]) is None:
         (d,) = arrays
-        indices = np.asarray(entries[d])
+        indices = entries[d] if hasattr(entries[d], "dtype") else np.asarray(entries[d])
         spec = moved_spec(as_spec(x), value.shape, (d,))
         if spec is not None and indices.dtype.kind in "iu":
             names = names_of(spec, value.ndim)

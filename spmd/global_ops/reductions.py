@@ -209,11 +209,11 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
             return index.astype(np.intp)
         index = np.where(n > 0, index, math.prod(lengths))  # those of nothing come last
         entries, indices = all_gather(entry, names, to="invariant"), all_gather(index, names, to="invariant")
-        some = all_gather(np.asarray(n > 0), names, to="invariant")
         order = np.argsort(indices, axis=0, kind="stable")
         entries = np.take_along_axis(entries, order, 0)
         indices = np.take_along_axis(indices, order, 0)
-        count = int(np.sum(some))
+        boxes = [layout.boxes[w] for w in worker.group(names).members]
+        count = sum(all(a < b for a, b in (box[d] for d in dims)) for box in boxes)  # of workers that have entries
         first = local(entries[:count], axis=0)
         return np.take_along_axis(indices, np.expand_dims(first, 0), 0)[0].astype(np.intp)
 
