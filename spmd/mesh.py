@@ -288,7 +288,9 @@ class Mesh:
         return owner if self.places is None else (owner, self.places.device(worker))
 
     def sharers(self, layout: Any) -> Sequence[Sequence[int]]:
-        """The workers of this process, grouped by `sharing`."""
+        """The workers of this process, grouped by `sharing`. Workers whose programs are recorded share nothing."""
+        if RECORDING.get() is not None:
+            return [(w,) for w in self.local_workers]
         cache = layout.sharers if self.places is None else {}
         groups = cache.get(self.local_workers)
         if groups is None:
@@ -299,10 +301,10 @@ class Mesh:
         return groups
 
     def shared(self, layout: Any, make: Callable[[int], Any]) -> dict[int, Any]:
-        """make(worker) for each worker of this process, called once for workers that share one array.
-        While programs are recorded none share: each worker has its own."""
-        if len(self.local_workers) == 1 or RECORDING.get() is not None:
-            return {w: make(w) for w in self.local_workers}
+        """make(worker) for each worker of this process, called once for workers that share one array."""
+        if len(self.local_workers) == 1:
+            (w,) = self.local_workers
+            return {w: make(w)}
         blocks = dict.fromkeys(self.local_workers)
         for workers in self.sharers(layout):
             block = make(workers[0])
