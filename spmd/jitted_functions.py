@@ -151,7 +151,15 @@ class JittedFunction(Jitted):
         """What stands for an argument while the function is recorded: for blocks those of a global array."""
         if leaf.spec is None:
             return leaf.value
-        mesh = programs.mesh
+        mesh, x = programs.mesh, leaf.value
+        if type(x) is PartitionedArray and x.mesh != mesh:
+            raise MeshError.at(
+                f"spmd.jit of {self.where}",
+                argument=leaf.path,
+                got=f"an array on {x.mesh}",
+                need=f"arrays on one mesh, {mesh}, as the first is",
+                mend="spmd.put(x.numpy(), spec, mesh)",
+            )
         laid = self.arguments.lay_out(mesh, self.arguments.admit(mesh, leaf))
         inputs = {
             w: program.input(laid.value if laid.blocks is None else laid.blocks[w])

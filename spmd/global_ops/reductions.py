@@ -50,7 +50,8 @@ def reduced(
         value = put(np.zeros(np.shape(x)), P(), global_value(where_mask).mesh)  # type: ignore[union-attr]
     spec, dims = as_spec(x), dims_of(where, axis, value.ndim)
     layout, split = layout_by(spec, value), names_of(spec, value.ndim)
-    names, keep = tuple(n for d in dims for n in split[d]), _or_none(keepdims) is not None and bool(keepdims)
+    summed = {n for d in dims for n in split[d]}
+    names, keep = tuple(n for n in value.mesh.axes if n in summed), _or_none(keepdims) is not None and bool(keepdims)
     kept = [() if d in dims else each for d, each in enumerate(split) if keep or d not in dims]
     operands, specs = [x], [spec]
     if where_mask is not _MISSING and where_mask is not True:
