@@ -15,8 +15,9 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.dispatch import place_of_out
 from spmd.autodiff.primitive import Method, name_of
-from spmd.autodiff.staging.function_tables import NO_NUMBER, refuse
+from spmd.autodiff.staging.function_tables import NO_NUMBER
 from spmd.autodiff.staging.recorder import is_slot
+from spmd.autodiff.staging.together import check_values, collective
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, DonatedError, LayoutError, MissingMethodError, describe
@@ -116,7 +117,7 @@ class PartitionedArray:
     @property
     def is_here(self) -> bool:
         """Whether this process holds every block, and their values."""
-        if self._stand_in is not None:
+        if self._is_recorded:
             return False
         positions = {self.layout.positions(w) for w in self.blocks} - {None}
         return len(positions) == math.prod(len(c) for c in self.layout.cuts)
@@ -124,7 +125,7 @@ class PartitionedArray:
     @api_boundary
     def numpy(self) -> np.ndarray:
         """The whole array on the host, read-only, assembled on every process. Collective under MPI."""
-        self._check_values("x.numpy", "NumPy's functions on the array itself; spmd.reshard(x, P()) for copies of it")
+        check_values(self, "x.numpy", "NumPy's functions on the array itself; spmd.reshard(x, P()) for copies of it")
         return self.bare()
 
     def bare(self) -> Any:
@@ -132,21 +133,14 @@ class PartitionedArray:
         return self._whole()._assembled()
 
     @property
-    def _stand_in(self) -> Any:
-        """What stands for a block while spmd.jit records what is done with the array; None for real blocks."""
-        return None if self.blocks is DONATED else next(filter(is_slot, self.blocks.values()), None)
-
-    def _check_values(self, where: str, mend: str) -> None:
-        """Raise where values are asked for while spmd.jit records what is done with the array."""
-        stand_in = self._stand_in
-        if stand_in is not None:
-            stand_in.program.failed = error = refuse(where, self, mend)
-            raise error
+    def _is_recorded(self) -> bool:
+        """Whether spmd.jit records what is done with the array: its blocks are stand-ins, which have no values."""
+        return any(map(is_slot, self.__spmd_parts__()))
 
     def _whole(self) -> PartitionedArray:
         """The same array in a layout in which every process holds all of it."""
         check_usable("PartitionedArray.numpy", self)
-        if self._stand_in is not None:
+        if self._is_recorded:
             return relayout(self, self.mesh.layout(self.shape, P()))
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
@@ -162,8 +156,8 @@ class PartitionedArray:
 
     def _assembled(self) -> np.ndarray:
         blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
-        first = next(iter(blocks.values()))
-        if self._stand_in is not None:
+        first: Any = next(iter(blocks.values()))
+        if self._is_recorded:
             return first.program.together.joined(blocks)
         if first.shape == self.shape:
             return read_only(to_host(first))
@@ -176,7 +170,7 @@ class PartitionedArray:
     @api_boundary
     def __array__(self, dtype=None, copy=None):
         check_usable("np.asarray", self)
-        self._check_values("np.asarray, or a function that calls it", "functions of NumPy on the array itself")
+        check_values(self, "np.asarray, or a function that calls it", "functions of NumPy on the array itself")
         if not self.is_here:
             raise LayoutError.at(
                 "np.asarray",
@@ -230,7 +224,7 @@ class PartitionedArray:
 
     def _number(self, kind: str) -> np.ndarray:
         check_usable(f"{kind}()", self)
-        self._check_values(f"{kind}(){', as `if` calls it' * (kind == 'bool')}", NO_NUMBER)
+        check_values(self, f"{kind}(){', as `if` calls it' * (kind == 'bool')}", NO_NUMBER)
         if self.size != 1 or not self.is_here:
             raise LayoutError.at(
                 f"{kind}()",
@@ -492,9 +486,10 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
 
     def body(worker: Worker):
         block = worker.comm.given(x.blocks[worker.index])
-        group, call = worker.group(op.axes), Call(
-            "relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", same_shape=op.same_shape
+        group, call = (
+            worker.group(op.axes),
+            Call("relayout", op.axes, x.dtype, block.shape, detail=f"{x.layout} to {layout}", same_shape=op.same_shape),
         )
-        return worker.collective(lambda comm, b: op.start(comm, group, b, call).wait()[0], block)
+        return collective(worker, lambda comm, b: op.start(comm, group, b, call).wait()[0], block)
 
     return share_copies(x.mesh.run(body).results, layout, x.mesh)

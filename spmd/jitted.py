@@ -23,7 +23,7 @@ from spmd.autodiff.staging.program import Built, Ref
 from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
 from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import JitError, SpecError, describe
+from spmd.errors import JitError, describe
 from spmd.jit_entry import (
     JitEntry,
     array_key,
@@ -42,7 +42,6 @@ from spmd.map_arguments import MapArgument, cotangent_for
 from spmd.map_interpreters import MapVjp, apply, gradients, value_and_grad
 from spmd.map_results import BodyResults, MapResult, joined_leaves
 from spmd.mapped_body import MappedBody
-from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.memo import bounded
 from spmd.placement import mesh_for

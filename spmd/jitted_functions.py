@@ -118,9 +118,7 @@ class JittedFunction(Jitted):
         joined = join_results(mesh, results, entry.layouts)
         return tree.unflatten(entry.treedef, [_given_away(x) for x in joined])
 
-    def _recorded(
-        self, entry: JitEntry, function: Callable, mesh: Mesh, treedef: Any, flat: list
-    ) -> dict[int, list]:
+    def _recorded(self, entry: JitEntry, function: Callable, mesh: Mesh, treedef: Any, flat: list) -> dict[int, list]:
         """Run a function on stand-ins, and build the programs: the results by worker."""
         programs = Together(mesh, mesh.local_workers)
         args, kwargs = tree.unflatten(treedef, self._stand_ins(entry, programs, treedef, flat))
@@ -216,7 +214,7 @@ class _FunctionVjp:
     def forward(self) -> tuple[Any, list]:
         """The structure of the results, and the results."""
         if self.entry is None:
-            self._record()
+            self.entry = self._record()
         else:
             self._replay()
         return self.entry.treedef, self.outs
@@ -244,9 +242,9 @@ class _FunctionVjp:
         _, pullback, (structure, leaves, places) = pullback_of(part, moving, has_aux=True, once=once)
         return structure, leaves, places, pullback
 
-    def _record(self) -> None:
+    def _record(self) -> JitEntry:
         jitted, mesh, programs = self.jitted, self.mesh, Together(self.mesh, self.mesh.local_workers)
-        self.entry = entry = JitEntry(jitted._recordings, self.of)
+        entry = JitEntry(jitted._recordings, self.of)
         values = jitted._stand_ins(entry, programs, self.treedef, self.flat)
         with recorded_by(programs):
             structure, leaves, places, pullback = self._traced(values, self.once)
@@ -257,6 +255,7 @@ class _FunctionVjp:
         entry.shapes = {w: shapes_of(values) for w, values in results.items()}
         self.outs = [_given_away(x) for x in join_results(mesh, results, entry.layouts)]
         self.recording = programs, outs, places, pullback
+        return entry
 
     def pull(self, gs: list) -> list:
         """The gradients of the differentiated arguments, given the cotangents of all results."""
@@ -282,15 +281,14 @@ class _FunctionVjp:
             g = np.zeros_like(out) if g is None else g
             if type(out) is PartitionedArray:
                 cotangent = cotangent_input(self.mesh, out, g)
-                assert cotangent is not None and cotangent.blocks is not None
+                assert cotangent is not None
+                assert cotangent.blocks is not None
                 tables.append(cotangent.blocks)
             else:
                 tables.append(dict.fromkeys(self.mesh.local_workers, np.asarray(g)))
         return tables
 
-    def _first_back(
-        self, gs: list, programs: Together, outs: list, places: list[int], pullback: Callable
-    ) -> list:
+    def _first_back(self, gs: list, programs: Together, outs: list, places: list[int], pullback: Callable) -> list:
         entry, jitted, members = self.entry, self.jitted, programs.programs
         ends = {w: (len(p.lines), len(p.inputs)) for w, p in members.items()}
         cotangents = []
@@ -355,25 +353,29 @@ def _spec_of(x: Any) -> Any:
 def _given_away(x: Any) -> Any:
     """A result as the caller's own: bare arrays may be written to."""
     return x.copy() if type(x) is np.ndarray and not x.flags.writeable else x
+
+
 @api_boundary
 def jit(f: Callable) -> Jitted:
-    """A map whose body's Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
+    """A map, or a function of global arrays, whose Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
 
-    f: a map (`spmd.map`, `mesh.map`) with check=True. The first call with arguments of given layouts and dtypes runs
-    the body and records its calls of NumPy, of kernels and of collectives. The first `spmd.value_and_grad` or
-    `spmd.grad` of the map does the same, forward and back. Later calls replay the recorded program, with the same bits.
-    They skip the Python of the body and of the library's checks, states and tapes, which takes most of the time on
-    small arrays. A program frees memory as early as it can, and reuses buffers that nobody else sees.
+    f: a map (`spmd.map`, `mesh.map`) with check=True, or a function of global arrays, bare data and numbers. The first
+    call with arguments of given layouts and dtypes runs the body, or the function, and records its calls of NumPy, of
+    kernels and of collectives, in one program per worker. The first `spmd.value_and_grad` or `spmd.grad` of it does
+    the same, forward and back. Later calls replay the recorded program, with the same bits. They skip the Python of
+    the body and of the library's checks, states and tapes, which takes most of the time on small arrays. A program
+    frees memory as early as it can, and reuses buffers that nobody else sees.
 
-    As in `jax.jit`, the body is a pure function of its arguments. It reads anything else (variables outside, Python's
-    random numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans
-    and arguments with the spec None are part of the program: the body runs again for other ones.
+    As in `jax.jit`, f is a pure function of its arguments. It reads anything else (variables outside, Python's random
+    numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans,
+    arguments of maps with the spec None, and arguments of functions that are no arrays are part of the program: f runs
+    again for other ones. A function runs on the mesh of its first global array, or that of the enclosing `with mesh:`.
 
     Second derivatives from outside run the body, as without spmd.jit. So does every call inside `spmd.debug` or a
     ledger, and every call on a GPU.
 
-    f.text(): the programs so far, as Python. Raises JitError if the body decides by a value (`if`, float(x), x[mask])
-    or takes bare data (spmd.block). The body without spmd.jit may do both.
+    f.text(): the programs so far, as Python. Raises JitError if f decides by a value (`if`, float(x), x[mask]) or takes
+    bare data (spmd.block, x.numpy()), MeshError for arrays on several meshes. Without spmd.jit f may do all that.
     """
     if isinstance(f, Jitted):
         return f
@@ -388,11 +390,5 @@ def jit(f: Callable) -> Jitted:
     if not isinstance(f, Mapped):
         return JittedFunction(f)
     if not f.check:
-        raise SpecError.at(
-            "spmd.jit",
-            argument="f",
-            got=f"{f.where} with check=False, whose body has bare arrays",
-            need="arrays that can be followed",
-            mend="leave check=False out: what it saves is not done again",
-        )
+        raise f.unchecked_error("spmd.jit", "f")
     return Jitted(f.f, f.in_specs, f.out_specs, f.mesh, f.check)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import Program
 from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array
@@ -70,12 +69,6 @@ class Worker:
         self.prepared = _ALWAYS_MISSING
         self.program = program = program or Program()
         return program
-
-    def collective(self, fun: Callable[[Comm, Any], Any], x: Any) -> Any:
-        """fun(communicator, x), which moves data; a line of the program, where one is recorded."""
-        if self.program is None:
-            return fun(self.comm, x)
-        return self.program.call(fun, (COMM, x), effect=True, comm=self.comm)
 
     def group(self, axes: tuple[str, ...]) -> Group:
         """The workers that differ from this one along `axes` only."""

@@ -6,16 +6,17 @@ the `Together`: what is called on it becomes a line of every program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from spmd.autodiff.staging.program import mapped
+from spmd.autodiff.staging.function_tables import refuse
+from spmd.autodiff.staging.program import COMM, mapped
 from spmd.autodiff.staging.recorder import NO_KWARGS, Program, is_slot, slots
-from spmd.errors import JitError
+from spmd.errors import JitError, describe
 
-__all__ = ["RECORDING", "Together", "at_worker", "recorded_by"]
+__all__ = ["RECORDING", "Together", "at_worker", "check_values", "collective", "recorded_by"]
 
 RECORDING: ContextVar[Together | None] = ContextVar("spmd_recording", default=None)
 """The programs that record a function of global arrays; None where none is recorded."""
@@ -30,8 +31,14 @@ class _OfWorker(Program):
         self.worker = worker
 
     def call(self, fun: Any, args: Any, kwargs: Any = NO_KWARGS, **options: Any) -> Any:
-        copy = lambda x: at_worker(x, self.worker)
-        return super().call(fun, mapped(tuple(args), copy), mapped(kwargs, copy) if kwargs else kwargs, **options)
+        args, kwargs = mapped(tuple(args), self._own), mapped(kwargs, self._own) if kwargs else kwargs
+        return super().call(fun, args, kwargs, **options)
+
+    def _own(self, x: Any) -> Any:
+        own = at_worker(x, self.worker) if is_slot(x) and x.program is self.together else x
+        if is_slot(own) and own.program is not self:
+            raise _foreign(own)
+        return own
 
 
 class Together(Program):
@@ -77,8 +84,10 @@ class Together(Program):
         if options.get("writes"):
             raise args[0]._refuse("x[i] = v, or a method that works in place", "a new array: np.where(mask, v, x)")
         for x in slots((args, kwargs)):
-            if x.program is not self:
+            if x.program in self.programs.values():
                 return x.program.call(fun, args, kwargs, **options)
+            if x.program is not self:
+                raise _foreign(x)
         return self.joined({w: program.call(fun, args, kwargs, **options) for w, program in self.programs.items()})
 
     def check(self) -> None:
@@ -87,9 +96,33 @@ class Together(Program):
             program.check()
 
 
+def _foreign(x: Any) -> JitError:
+    """The error for a stand-in of another worker, or of another recording."""
+    return JitError.at(
+        "a function, within spmd.jit",
+        got=f"{describe(x)} of another call of a jitted function",
+        need="arrays that come from the arguments of this call",
+        mend="return arrays in place of keeping them in variables outside",
+    )
+
+
 def at_worker(x: Any, worker: int) -> Any:
     """Bare data as a worker has it: its copy of what stands for the copies of all; anything else unchanged."""
     return x.program.copies[x.index][worker] if is_slot(x) and type(x.program) is Together else x
+
+
+def check_values(x: Any, where: str, mend: str) -> None:
+    """Raise where values of a global array are asked for while it is recorded what is done with it."""
+    for block in filter(is_slot, x.__spmd_parts__()):
+        block.program.failed = error = refuse(where, x, mend)
+        raise error
+
+
+def collective(worker: Any, fun: Callable[[Any, Any], Any], x: Any) -> Any:
+    """fun(communicator, x), which moves data, on a worker; a line of its program, where one is recorded."""
+    if worker.program is None:
+        return fun(worker.comm, x)
+    return worker.program.call(fun, (COMM, x), effect=True, comm=worker.comm)
 
 
 @contextmanager

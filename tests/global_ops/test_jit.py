@@ -240,7 +240,9 @@ def test_the_function_runs_anew_for_other_kinds_of_arguments():
 def test_arrays_that_a_function_makes_or_closes_over():
     mesh = spmd.Mesh(x=2, y=2)
     u, v = spmd.put(rng.random((5, 3)), P("x"), mesh), spmd.put(rng.random((5, 3)), P("y"), mesh)
-    assert_replays(lambda u: (u + v, u + np.arange(3), spmd.zeros((2, 3), spec=P("x"), mesh=mesh) + u[0], np.ones(2)), u)
+    assert_replays(
+        lambda u: (u + v, u + np.arange(3), spmd.zeros((2, 3), spec=P("x"), mesh=mesh) + u[0], np.ones(2)), u
+    )
     with mesh:
         assert_replays(lambda w: (spmd.put(w, P("x")) * 2, w @ w), rng.random(4))
 
@@ -325,12 +327,21 @@ def test_other_errors():
     refused(lambda u: object(), u, match="result(?s:.*)one object each time")
     refused(lambda u, s: u, u, {1}, match="hashed")
     refused(lambda w: w, w, match="no global array", error=MeshError)
+    unchecked = mesh.map(lambda a: a + 1, P("x"), P("x"), check=False)
+    refused(lambda u: unchecked(u), u, match="check=False", error=SpecError)
+    kept = []
+    spmd.jit(lambda u, w: (kept.extend((u, w)), u)[1])(u, w)
+    refused(lambda u: u * kept[0], u, match="another call")
+    refused(lambda u: u[:3] * kept[1], u, match="another call")
+    refused(lambda u, w: w * kept[1], u, w, match="another call")
+    with pytest.raises(JitError, match="x.numpy"):
+        kept[0].numpy()
     elsewhere = spmd.put(w, P(), spmd.Mesh(y=3))
     refused(lambda u, v: u, u, elsewhere, match="argument v", error=MeshError)
     refused(lambda u: elsewhere.sum(), u, match="arrays on one mesh")
     refused(lambda u: u + w, u, match="broadcast", error=spmd.errors.LayoutError)
     spmd.grad(lambda a: (refused(lambda u: u * a, u, match="traced array"), a)[1])(2.0)
-    with pytest.raises(SpecError, match="spmd.jit: argument f"):
+    with pytest.raises(SpecError, match="argument f"):
         spmd.jit(3)
     optimizer = spmd.optim.sgd(0.1)
     optimizer.update(u, optimizer.init(u), u, donate=True)
