@@ -48,13 +48,14 @@ class JittedFunction(Jitted):
     @api_boundary
     def __call__(self, *args, **kwargs) -> Any:
         flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
-        tape = innermost(flat)
-        below = flat if tape is None else [lower(x, tape) for x in flat]
-        mesh = self._replay_mesh(below)
-        if mesh is None:
-            return self.f(*args, **kwargs)
-        if tape is None:
+        mesh = self._replay_mesh(flat)
+        if mesh is not None:
             return self._replayed("run", self.f, mesh, treedef, flat)
+        tape = innermost(flat)
+        below = [] if tape is None else [lower(x, tape) for x in flat]
+        mesh = None if tape is None else self._replay_mesh(below)
+        if tape is None or mesh is None:
+            return self.f(*args, **kwargs)
         of = [k for k, x in enumerate(flat) if on(x, tape)]
         vjp = _FunctionVjp(self, mesh, treedef, below, of, tape.once)
         out_tree, outs = vjp.forward()
@@ -78,7 +79,10 @@ class JittedFunction(Jitted):
 
     def _mesh_of(self, flat: list) -> Mesh:
         """The mesh of the first global array; without one that of the enclosing `with mesh:`."""
-        mesh = next((x.mesh for x in flat if type(x) is PartitionedArray), None) or current_mesh()
+        for x in flat:
+            if type(x) is PartitionedArray:
+                return x.mesh
+        mesh = current_mesh()
         if mesh is None:
             raise MeshError.at(
                 f"spmd.jit of {self.where}",
@@ -115,8 +119,7 @@ class JittedFunction(Jitted):
             self._keep(entry, kind, mesh, treedef, flat)
         else:
             results = self._replay(entry, mesh, flat)
-        joined = join_results(mesh, results, entry.layouts)
-        return tree.unflatten(entry.treedef, [_given_away(x) for x in joined])
+        return tree.unflatten(entry.treedef, _given_away(join_results(mesh, results, entry.layouts)))
 
     def _recorded(self, entry: JitEntry, function: Callable, mesh: Mesh, treedef: Any, flat: list) -> dict[int, list]:
         """Run a function on stand-ins, and build the programs: the results by worker."""
@@ -223,7 +226,7 @@ class _FunctionVjp:
         entry = self.entry
         results, count = self.jitted._replay(entry, self.mesh, self.flat), len(entry.layouts)
         self.saved = {w: values[count:] for w, values in results.items()}
-        self.outs = [_given_away(x) for x in join_results(self.mesh, results, entry.layouts)]
+        self.outs = _given_away(join_results(self.mesh, results, entry.layouts))
 
     def _traced(self, values: list, once: bool) -> tuple[Any, list, list[int], Callable]:
         """Run the function on a tape: the structure of its results, they, the positions of those that depend on the
@@ -253,7 +256,7 @@ class _FunctionVjp:
         entry.layouts = layouts_of(outs)
         results = {w: [slot_of(b) for b in _own_blocks(outs, w)] for w in programs.programs}
         entry.shapes = {w: shapes_of(values) for w, values in results.items()}
-        self.outs = [_given_away(x) for x in join_results(mesh, results, entry.layouts)]
+        self.outs = _given_away(join_results(mesh, results, entry.layouts))
         self.recording = programs, outs, places, pullback
         return entry
 
@@ -317,7 +320,7 @@ class _FunctionVjp:
         return self._joined(results)
 
     def _joined(self, results: dict[int, list]) -> list:
-        return [_given_away(g) for g in join_results(self.mesh, results, self.entry.back[1])]
+        return _given_away(join_results(self.mesh, results, self.entry.back[1]))
 
     def _back(self, gs: list) -> list:
         """Replay the programs that go back."""
@@ -350,9 +353,9 @@ def _spec_of(x: Any) -> Any:
     return x.layout if type(x) is PartitionedArray else P() if is_variable(x) else None
 
 
-def _given_away(x: Any) -> Any:
-    """A result as the caller's own: bare arrays may be written to."""
-    return x.copy() if type(x) is np.ndarray and not x.flags.writeable else x
+def _given_away(results: list) -> list:
+    """Results as the caller's own: bare arrays may be written to."""
+    return [x.copy() if type(x) is np.ndarray and not x.flags.writeable else x for x in results]
 
 
 @api_boundary

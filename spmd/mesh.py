@@ -411,7 +411,9 @@ class Mesh:
             finally:
                 WORKER.reset(token)
 
-        chosen = scheduler or ("lockstep" if self.scheduler == "auto" else self.scheduler)
+        # Workers that record take turns: a line for bare data goes into the programs of all.
+        in_turns = self.scheduler == "auto" or programs is not None
+        chosen = scheduler or ("lockstep" if in_turns else self.scheduler)
         outcome = self.transport.run(main, chosen, self.describe)
         outcome.replicas = replicas
         return outcome
