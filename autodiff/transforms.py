@@ -20,6 +20,7 @@ from spmd.autodiff.backward import is_sole_owner, sweep
 from spmd.autodiff.cotangent_matching import check_sequences, match_cotangents, match_tangents
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tape import Bundle, Node, Tape, recording
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import (
@@ -67,6 +68,8 @@ def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
                 g = g[()]
             elif not is_sole_owner(getrefcount(g), g):
                 g = g.copy()
+        elif state is None and is_slot(g) and g.ndim == 0 and isinstance(leaf.value, float | complex | np.generic):
+            g = g[()]
         g = stated(g, state)
         pulled.append(g if leaf is given else given.holding(g))
     return pulled

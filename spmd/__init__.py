@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.global_ops.resharding import reshard
     from spmd.inner_product import inner, norm
-    from spmd.jitted import jit
+    from spmd.jitted_functions import jit
     from spmd.linear import linear_operator
     from spmd.operators.all_to_all import all_to_all, pswapaxes, ragged_all_to_all
     from spmd.operators.at_root import at_root
@@ -188,7 +188,7 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
             "spmd.operators.stencil": ("stencil",),
             "spmd.inner_product": ("inner", "norm"),
-            "spmd.jitted": ("jit",),
+            "spmd.jitted_functions": ("jit",),
             "spmd.testing": ("check_adjoint",),
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,14 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.dispatch import place_of_out
 from spmd.autodiff.primitive import Method, name_of
+from spmd.autodiff.staging.function_tables import NO_NUMBER
+from spmd.autodiff.staging.recorder import is_slot
+from spmd.autodiff.staging.together import RECORDING, check_values
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, LayoutError, MissingMethodError, describe
+from spmd.global_functions import MADE_LIKE, NATIVE, function_of, refuse_out
 from spmd.layout import Layout, P
-from spmd.layout_rules import RULES, Rule
 from spmd.mesh import WORKER, Mesh
 from spmd.ownership import DONATED, donated_error, owned
 from spmd.resharding import moved_blocks
@@ -97,9 +99,12 @@ class PartitionedArray:
         """The same array without unreduced axes: the sums over them are taken once, and kept. Collective then."""
         if not self.layout.unreduced:
             return self
-        if self._reduced is None:
-            self._reduced = relayout(self, self.layout.reduced)
-        return self._reduced
+        if self._reduced is not None:
+            return self._reduced
+        reduced = relayout(self, self.layout.reduced)
+        if RECORDING.get() is None or self._is_recorded:  # a program has no values that may be kept
+            self._reduced = reduced
+        return reduced
 
     @property
     def ndim(self) -> int:
@@ -121,7 +126,9 @@ class PartitionedArray:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process holds every block, and all parts of a sum."""
+        """Whether this process holds every block, all parts of sums, and their values."""
+        if self._is_recorded:
+            return False
         if self.layout.unreduced:
             return len(self.blocks) == self.mesh.size
         positions = {self.layout.positions(w) for w in self.blocks} - {None}
@@ -130,11 +137,23 @@ class PartitionedArray:
     @api_boundary
     def numpy(self) -> np.ndarray:
         """The whole array on the host, read-only, assembled on every process. Collective under MPI."""
+        check_values(self, "x.numpy", "NumPy's functions on the array itself; spmd.reshard(x, P()) for copies of it")
+        return self.bare()
+
+    def bare(self) -> Any:
+        """`numpy`; within spmd.jit what stands for that array."""
         return self._whole()._assembled()
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether spmd.jit records what is done with the array: its blocks are stand-ins, which have no values."""
+        return any(map(is_slot, self.__spmd_parts__()))
 
     def _whole(self) -> PartitionedArray:
         """The same array in a layout in which every process holds all of it."""
         check_usable("PartitionedArray.numpy", self)
+        if self._is_recorded:
+            return relayout(self, self.mesh.layout(self.shape, P()))
         everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
             (*range(self.mesh.size),)
         ]
@@ -151,7 +170,9 @@ class PartitionedArray:
         if self.layout.unreduced:
             return self.reduced._assembled()
         blocks = {w: b for w, b in self.blocks.items() if self.layout.positions(w) is not None}
-        first = next(iter(blocks.values()))
+        first: Any = next(iter(blocks.values()))
+        if self._is_recorded:
+            return first.program.together.joined(blocks)
         if first.shape == self.shape:
             return read_only(to_host(first))
         out = np.empty(self.shape, self.dtype)
@@ -163,6 +184,7 @@ class PartitionedArray:
     @api_boundary
     def __array__(self, dtype=None, copy=None):
         check_usable("np.asarray", self)
+        check_values(self, "np.asarray, or a function that calls it", "functions of NumPy on the array itself")
         if not self.is_here:
             raise LayoutError.at(
                 "np.asarray",
@@ -228,6 +250,7 @@ class PartitionedArray:
 
     def _number(self, kind: str) -> np.ndarray:
         check_usable(f"{kind}()", self)
+        check_values(self, f"{kind}(){', as `if` calls it' * (kind == 'bool')}", NO_NUMBER)
         if self.layout.unreduced:
             return self.reduced._number(kind)
         if self.size != 1 or not self.is_here:
@@ -347,7 +370,7 @@ class PartitionedArray:
         if any(type(x) is Array for x in inputs):
             return NotImplemented
         if kwargs:
-            _refuse_out(name_of(ufunc), kwargs)
+            refuse_out(name_of(ufunc), kwargs)
         if kwargs and method == "__call__" and kwargs.pop("where", True) is not True:
             raise LayoutError.at(
                 name_of(ufunc),
@@ -357,7 +380,7 @@ class PartitionedArray:
                 mend="np.where(mask, f(x), other)",
             )
         if method == "__call__" and ufunc.signature is None:
-            return _HANDLERS[np.ufunc](ufunc, inputs, kwargs)
+            return NATIVE[np.ufunc](ufunc, inputs, kwargs)
         handler = function_of(ufunc if method == "__call__" else Method((ufunc, method)))
         assert handler is not None
         return handler(*inputs, **kwargs)
@@ -368,54 +391,13 @@ class PartitionedArray:
         if any(issubclass(t, Array) for t in types):
             return NotImplemented
         if len(args) > (place := place_of_out(fun)):
-            _refuse_out(name_of(fun), {"out": args[place]})
-        _refuse_out(name_of(fun), kwargs)
+            refuse_out(name_of(fun), {"out": args[place]})
+        refuse_out(name_of(fun), kwargs)
         if fun in MADE_LIKE:  # NumPy removes the argument `like` by which it comes here
             return MADE_LIKE[fun](self, *args, **kwargs)
-        handler = _HANDLERS.get(fun) or function_of(fun)
+        handler = NATIVE.get(fun) or function_of(fun)
         assert handler is not None
         return handler(*args, **kwargs)
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""Functions of global arrays that are not traced; `np.ufunc` stands for all ufuncs. What traces them has the derivative
-rules of NumPy's functions."""
-MAPPED: dict[Any, Callable[..., Any]] = {}
-"""Functions that are run as maps, of traced arrays too. `None` stands for all that are in neither table: it is given
-the function first."""
-
-MADE_LIKE: dict[Any, Callable[..., Any]] = {}
-"""What NumPy's functions that make arrays do with a global array as their argument `like`, which comes first."""
-
-
-def function_of(fun: Any) -> Callable[..., Any] | None:
-    """The function that is run in place of one of NumPy, of traced arrays too; None: it is in the other table."""
-    if fun in _HANDLERS or fun in MADE_LIKE or (isinstance(fun, np.ufunc) and fun.signature is None):
-        return None
-    return MAPPED.get(fun) or partial(MAPPED[None], fun)
-
-
-def _refuse_out(where: str, options: dict[str, Any]) -> None:
-    out = options.pop("out", None)
-    if out is not None and not (isinstance(out, tuple) and all(o is None for o in out)):
-        raise LayoutError.at(
-            where,
-            argument="out",
-            got="an array to write into",
-            need="no out: arrays are immutable",
-            mend=f"use the result: y = {where}(...)",
-        )
-
-
-def implements(function: Any, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of a NumPy function for global arrays. rule: how it lays out the
-    result."""
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _HANDLERS[function], RULES[function] = handler, rule
-        return handler
-
-    return register
 
 
 def _unpickled(blocks: dict[int, np.ndarray], layout: Layout, mesh: Mesh, compared: bool | None) -> PartitionedArray:

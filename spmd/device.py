@@ -85,7 +85,7 @@ def contiguous(x: Any) -> Any:
     if type(x) is np.ndarray or on_device(x):
         return x if x.flags.c_contiguous else copied(x)
     if is_slot(x):
-        return x if x.flags.c_contiguous else one_line(contiguous, (x,))
+        return x if type(x.value) is np.ndarray and x.flags.c_contiguous else one_line(contiguous, (x,))
     return np.asarray(x, order="C")
 
 

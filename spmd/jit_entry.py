@@ -32,12 +32,12 @@ class JitEntry:
     shapes: of the blocks of the results, by worker.
     of: the differentiated leaves. structures: the differentiated arguments, with their numbers of leaves.
     back: the programs that go back, and the layouts of the gradients. The forward programs then return the values that
-    those need after the results.
+    those need after the results. places: the results, by position, whose cotangents they take.
     verifies, verifies_back: whether processes compare values at the end of such a call.
     """
 
     __slots__ = (
-        *("back", "layouts", "number", "of", "programs", "shapes", "static", "structures", "treedef"),
+        *("back", "layouts", "number", "of", "places", "programs", "shapes", "static", "structures", "treedef"),
         *("variable", "verifies", "verifies_back"),
     )
 
@@ -51,6 +51,7 @@ class JitEntry:
         self.layouts: list[Any] = []
         self.shapes: dict[int, list[Any]] = {}
         self.structures: list[tuple[Any, int]] = []
+        self.places: Sequence[int] = ()
         self.back: tuple[dict[int, Built], list[Any]] | None = None
         self.verifies = self.verifies_back = False
 
@@ -119,7 +120,7 @@ def is_immutable(x: Any) -> bool:
 
 def is_variable(x: Any) -> bool:
     """Whether an argument with a spec may change from call to call: an array, or a number that is no integer."""
-    return isinstance(x, float | complex) or hasattr(x, "dtype")
+    return isinstance(x, float | complex) or (hasattr(x, "dtype") and not isinstance(x, type))
 
 
 def array_key(x: Any) -> Any:

@@ -21,8 +21,9 @@ from spmd.autodiff import tree
 from spmd.autodiff.sanitizers import FINITE, WATCHING
 from spmd.autodiff.staging.program import Built, Ref
 from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import JitError, SpecError, describe
+from spmd.errors import JitError, describe
 from spmd.jit_entry import (
     JitEntry,
     array_key,
@@ -41,7 +42,6 @@ from spmd.map_arguments import MapArgument, cotangent_for
 from spmd.map_interpreters import MapVjp, apply, gradients, value_and_grad
 from spmd.map_results import BodyResults, MapResult, joined_leaves
 from spmd.mapped_body import MappedBody
-from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.memo import bounded
 from spmd.placement import mesh_for
@@ -52,54 +52,10 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.call import LEDGERS
 from spmd.transport.handles import Outcome
 
-__all__ = ["Jitted", "jit"]
+__all__ = ["Jitted"]
 
 _RECORDINGS_WARNED = 64
 """The number of recordings of one map at which its user is warned."""
-
-
-@api_boundary
-def jit(f: Mapped) -> Jitted:
-    """A map whose body's Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
-
-    f: a map (`spmd.map`, `mesh.map`) with check=True. The first call with arguments of given layouts and dtypes runs
-    the body and records its calls of NumPy, of kernels and of collectives. The first `spmd.value_and_grad` or
-    `spmd.grad` of the map does the same, forward and back. Later calls replay the recorded program, with the same bits.
-    They skip the Python of the body and of the library's checks, states and tapes, which takes most of the time on
-    small arrays. A program frees memory as early as it can, and reuses buffers that nobody else sees.
-
-    As in `jax.jit`, the body is a pure function of its arguments. It reads anything else (variables outside, Python's
-    random numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans
-    and arguments with the spec None are part of the program: the body runs again for other ones.
-
-    Second derivatives from outside run the body, as without spmd.jit. So does every call inside `spmd.debug` or a
-    ledger, and every call on a GPU.
-
-    f.text(): the programs so far, as Python. Raises JitError if the body decides by a value (`if`, float(x), x[mask])
-    or takes bare data (spmd.block). The body without spmd.jit may do both.
-    """
-    if isinstance(f, Jitted):
-        return f
-    if not isinstance(f, Mapped):
-        inner = getattr(f, "__wrapped__", None)
-        raise SpecError.at(
-            "spmd.jit",
-            argument="f",
-            got=describe(f),
-            need="a map: bodies are what is recorded",
-            mend="spmd.value_and_grad(spmd.jit(f)), and so for grad"
-            if isinstance(inner, MappedBody)
-            else "spmd.jit(spmd.map(f, in_specs, out_specs)); a step of training may be one body",
-        )
-    if not f.check:
-        raise SpecError.at(
-            "spmd.jit",
-            argument="f",
-            got=f"{f.where} with check=False, whose body has bare arrays",
-            need="arrays that can be followed",
-            mend="leave check=False out: what it saves is not done again",
-        )
-    return Jitted(f.f, f.in_specs, f.out_specs, f.mesh, f.check)
 
 
 class Jitted(MappedBody):
@@ -173,16 +129,19 @@ class Jitted(MappedBody):
         """The mesh to replay programs on; None where the body has to run because something observes it."""
         if WORKER.get() is not None or LEDGERS.get() or FINITE.get() or WATCHING.get() or REPLICAS.get():
             return None
-        if autodiff_apply.looked_at or Array in map(type, flat):
+        if autodiff_apply.looked_at or RECORDING.get() is not None or Array in map(type, flat):
             return None
-        mesh = mesh_for(self.mesh, self.where)
+        mesh = self._mesh_of(flat)
         return mesh if mesh.places is None else None
+
+    def _mesh_of(self, flat: list) -> Mesh:
+        return mesh_for(self.mesh, self.where)
 
     # Entries
 
     def _key(self, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> Any:
         """The key of the programs that a call replays; None before the first call with such a tree of arguments."""
-        static = self._static.get(treedef)
+        static = self._which_static(treedef, flat)
         if static is None:
             return None
         parts: list[Any] = []
@@ -196,12 +155,16 @@ class Jitted(MappedBody):
                 parts += (type(x), getattr(x, "shape", None), getattr(x, "dtype", None))
         return (kind, mesh, treedef, *np.geterr().values(), *parts)
 
+    def _which_static(self, treedef: Any, flat: list) -> list[bool] | None:
+        """Which arguments are part of the programs; None before the first call with such a tree of arguments."""
+        return self._static.get(treedef)
+
     def _entry(self, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> JitEntry | None:
         """The programs that such a call replays; None for the first one."""
         try:
             return self._entries.get(self._key(kind, mesh, treedef, flat))
         except TypeError:
-            self._check_static(flat, self._static[treedef])
+            self._check_static(flat, self._which_static(treedef, flat) or [])
             raise
 
     def _check_static(self, flat: list, static: list[bool]) -> None:

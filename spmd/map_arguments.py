@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import PartitionedArray, function_of, layout_of, relayout
+from spmd.array import PartitionedArray, layout_of, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import is_slot, one_line, slot_of
+from spmd.autodiff.staging.together import at_worker
 from spmd.autodiff.tracer import USUAL, Array, value_of
 from spmd.errors import MeshError, SpecError, nearest
+from spmd.global_functions import function_of
 from spmd.kernels import on_device
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, Worker
@@ -173,8 +176,9 @@ class ArgumentSpecs:
         cached = self._fits.get((id(layout), id(spec)))
         if cached is None:
             fits = (
-                layout.spec is not None
-                and isinstance(spec, P)
+                layout == spec
+                if isinstance(spec, Layout)
+                else layout.spec is not None
                 and spec.varying <= set(mesh.axes)
                 and len(spec.dims) <= len(layout.shape)
                 and layout == mesh.layout(layout.shape, spec)
@@ -190,7 +194,7 @@ class ArgumentSpecs:
         if isinstance(x, PartitionedArray) and x.blocks is DONATED:
             raise donated_error(self.where, leaf.path)
         x = devices.home(self.where, leaf.path, x, mesh.device)
-        if type(x) not in _NUMBERS and not on_device(x):
+        if type(x) not in _NUMBERS and not on_device(x) and not is_slot(x):
             need, otherwise = "an array, a number, or a PartitionedArray", "the spec None to pass it as it is"
             x = admit(x, self.where, leaf.path, error=SpecError, need=need, otherwise=otherwise)
         if type(leaf.value) is not Array:
@@ -214,12 +218,12 @@ class ArgumentSpecs:
         x, spec = leaf.value, leaf.spec
         if spec is None:
             return MapArgument(x)
-        if type(x) in _NUMBERS and isinstance(spec, P) and not spec.unreduced:
+        if type(slot_of(x)) in _NUMBERS and isinstance(spec, P) and not spec.unreduced:
             return MapArgument(x, number=True)
         if self.is_laid_out(mesh, x, spec):
             return MapArgument(x, x.blocks, spec)
         if not isinstance(x, PartitionedArray):
-            data = x if hasattr(x, "dtype") else np.asarray(x)
+            data = x if hasattr(x, "dtype") else one_line(np.asarray, (x,))
             return MapArgument(x, cut(data, mesh.layout(data.shape, spec), mesh), spec)
         return MapArgument(x, relayout(x, mesh.layout(x.shape, spec)).blocks, spec)
 
@@ -251,7 +255,7 @@ class MapArgument:
     def block(self, worker: Worker):
         """The block of a worker, with its state if states are tracked."""
         if self.blocks is None:
-            return self.value
+            return at_worker(self.value, worker.index)
         block = worker.comm.given(self.blocks[worker.index])
         return Array(block, self.state) if worker.tracked else block
 
@@ -259,7 +263,7 @@ class MapArgument:
         """Note the argument for the comparison of processes, unless it was compared before or has the spec None."""
         x = self.value
         if self.number:
-            replicas.add(tuple(mesh.axes), ReplicaRecord(where, path, "", repr(x)), "number")
+            replicas.add(tuple(mesh.axes), ReplicaRecord(where, path, "", repr(slot_of(x))), "number")
         elif self.blocks is not None and not (isinstance(x, PartitionedArray) and x.compared):
             (block,) = self.blocks.values()
             if isinstance(x, PartitionedArray):
@@ -281,7 +285,7 @@ def note_argument(
     copies = tuple(n for n in mesh.axes if isinstance(spec, P) and n not in spec.varying)
     if copies and not on_device(block):
         turn = next_turn(turns, (record.argument, block.shape))
-        part = compared_part(block, turn)
+        part = compared_part(slot_of(block), turn)
         replicas.add(copies, record._replace(turn=turn, number=digest(part), value=part), "argument")
 
 
@@ -324,7 +328,7 @@ def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, 
     on_device: bare results stay on the device; otherwise they are copied to the host.
     """
     if target is None:
-        return (x.gathered() if on_device else x.numpy()) if isinstance(x, PartitionedArray) else x
+        return (x.gathered() if on_device else x.bare()) if isinstance(x, PartitionedArray) else x
     if isinstance(x, PartitionedArray):
         return relayout(x, target)
     return PartitionedArray(cut(x, target, mesh), target, mesh)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tape import suspended
 from spmd.errors import SpecError, describe
 from spmd.layout import Spec
@@ -62,6 +63,8 @@ class MappedBody:
         self, mesh: Mesh, kind: tuple, leaves: list[Leaf], body: Callable[[Worker, list], BodyResults], tracked: bool
     ) -> MapResult:
         """Run body(worker, blocks of the leaves) on every worker, and join the results. kind: of run, a key."""
+        if not tracked and RECORDING.get() is not None:
+            raise self.unchecked_error("spmd.jit of a function that calls a map", "map")
         inputs = [self.arguments.lay_out(mesh, leaf) for leaf in leaves]
 
         def on_worker(worker: Worker):
@@ -73,10 +76,20 @@ class MappedBody:
         joined = joined_leaves(self.where, mesh, outcome, self.check, self.turns)
         return MapResult(treedef, joined, outcome.replicas.any_noted)
 
+    def unchecked_error(self, where: str, argument: str) -> SpecError:
+        """The error for this map, with check=False, within spmd.jit."""
+        return SpecError.at(
+            where,
+            argument=argument,
+            got=f"{self.where} with check=False, whose body has bare arrays",
+            need="arrays that can be followed",
+            mend="leave check=False out: what it saves is not done again",
+        )
+
     def execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run body(worker) on every worker, with the scheduler that suits this map for runs with this key."""
         number = next_turn(self.turns, key)
-        if mesh.scheduler == "threads" or mesh.transport.name != "local":
+        if mesh.scheduler == "threads" or mesh.transport.name != "local" or RECORDING.get() is not None:
             with suspended():
                 return mesh.run(body, tracked=tracked, number=number)
         trial = self.trials.get((mesh, key))

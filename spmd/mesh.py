@@ -12,14 +12,14 @@ import numpy as np
 
 from spmd import device as devices
 from spmd.autodiff.staging.recorder import Program
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
 from spmd.layout_html import mesh_page
 from spmd.replicas.records import Replicas
-from spmd.settings import SETTINGS, check_all, setting
+from spmd.settings import check_all, chosen_setting
 from spmd.spec_trees import REQUIRED
-from spmd.spellings import closest
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Transport, checks_are_on
@@ -161,9 +161,9 @@ class Mesh:
         self.size = math.prod(self.axes.values())
         arguments = {"SPMD_SCHEDULER": scheduler, "SPMD_TRANSPORT": transport, "SPMD_DEVICE": device}
         check_all(overridden=[name for name, value in arguments.items() if value is not None])
-        self.scheduler = _choice(where, "scheduler", scheduler) or "auto"
-        name = _choice(where, "transport", transport)
-        chosen = _choice(where, "device", device)
+        self.scheduler = chosen_setting(where, "scheduler", scheduler) or "auto"
+        name = chosen_setting(where, "transport", transport)
+        chosen = chosen_setting(where, "device", device)
         self.device = "cuda" if name == "nccl" and device is None else chosen or "cpu"
         if name == "nccl" and self.device != "cuda":
             raise MeshError.at(
@@ -285,7 +285,9 @@ class Mesh:
         return owner if self.places is None else (owner, self.places.device(worker))
 
     def sharers(self, layout: Any) -> Sequence[Sequence[int]]:
-        """The workers of this process, grouped by `sharing`."""
+        """The workers of this process, grouped by `sharing`. Workers whose programs are recorded share nothing."""
+        if RECORDING.get() is not None:
+            return [(w,) for w in self.local_workers]
         cache = layout.sharers if self.places is None else {}
         groups = cache.get(self.local_workers)
         if groups is None:
@@ -401,17 +403,21 @@ class Mesh:
         self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None, number: int = 0
     ) -> Outcome:
         """Run body(worker) on every worker of this process. number: how many runs of this body came before."""
-        replicas = Replicas(len(self.local_workers) < self.size, number)
+        replicas, programs = Replicas(len(self.local_workers) < self.size, number), RECORDING.get()
 
         def main(comm: Comm):
             worker = Worker(self, comm, tracked, replicas)
+            if programs is not None:
+                worker.record(programs.of_worker(self, worker.index))
             token = WORKER.set(worker)
             try:
                 return body(worker)
             finally:
                 WORKER.reset(token)
 
-        chosen = scheduler or ("lockstep" if self.scheduler == "auto" else self.scheduler)
+        # Workers that record take turns: a line for bare data goes into the programs of all.
+        in_turns = self.scheduler == "auto" or programs is not None
+        chosen = scheduler or ("lockstep" if in_turns else self.scheduler)
         outcome = self.transport.run(main, chosen, self.describe)
         outcome.replicas = replicas
         return outcome
@@ -427,25 +433,6 @@ def _of_blocks(shapes, spec: P, axes: tuple[tuple[str, int], ...]) -> Layout:
     layout = Layout.of_blocks(shapes, spec, dict(axes), "")
     balanced = _balanced(layout.shape, spec, axes)
     return balanced if layout == balanced else layout  # the usual case: one object, which is equal at once
-
-
-def _choice(where: str, option: str, value: str | None) -> str | None:
-    """An option from its argument, checked, or its environment variable."""
-    variable = f"SPMD_{option.upper()}"
-    values = SETTINGS[variable].choices
-    if value is None:
-        return setting(variable)
-    if value not in values:
-        raise MeshError.at(
-            where,
-            argument=option,
-            got=repr(value),
-            need=f"one of {', '.join(map(repr, values))}",
-            mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
-            if isinstance(value, int)
-            else f'{option}="{closest(value, values)}"',
-        )
-    return value
 
 
 @api_boundary

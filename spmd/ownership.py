@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.admission import BARE, admit
-from spmd.device import copied
+from spmd.autodiff.staging.recorder import is_slot
+from spmd.device import contiguous, copied
 from spmd.errors import DonatedError, LayoutError, StateError, describe
 from spmd.kernels import on_device
 from spmd.kernels.memory.pool import PooledBase
@@ -120,6 +121,8 @@ def _made_writable(x: np.ndarray) -> bool:
 
 def owned(a: np.ndarray) -> np.ndarray:
     """A C-contiguous read-only array with the data of a: a copy, unless a is frozen."""
+    if is_slot(a):
+        return contiguous(a)
     bare = np.asarray(a)
     if isinstance(a, Frozen) and not a.flags.writeable and a.flags.c_contiguous:
         return bare

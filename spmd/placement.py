@@ -14,6 +14,7 @@ from spmd.array_functions import layout_like
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit, admit_dtype, is_sliceable
 from spmd.autodiff.dtypes import dtype_name
+from spmd.autodiff.staging.together import at_worker
 from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.kernels import on_device
@@ -219,9 +220,10 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
         check_dtype_of_parts("an unreduced layout", data.dtype)
 
     def block(w: int) -> np.ndarray:
+        own = at_worker(data, w)
         if layout.unreduced and any(layout.coordinates(w)[n] for n in layout.unreduced):
-            return owned_on(mesh, np.zeros(layout.block_shape(w), data.dtype), w)
-        return owned_on(mesh, data[layout.slices(w)] if data.ndim else _scalar_block(data, layout, w), w)
+            return owned_on(mesh, np.zeros_like(own, shape=layout.block_shape(w)), w)
+        return owned_on(mesh, own[layout.slices(w)] if own.ndim else _scalar_block(own, layout, w), w)
 
     return mesh.shared(layout, block)
 

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.autodiff.staging.recorder import one_line
 from spmd.errors import LayoutError, caller, source_line
 from spmd.layout import Layout, P
 from spmd.mesh import Mesh, Worker
+from spmd.operators.apply import launch
 from spmd.operators.base import Operator
 from spmd.operators.gather import ReduceScatter
 from spmd.operators.memo import bounded, interned
 from spmd.operators.repartition import Repartition
 from spmd.operators.sums import Sum
-from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.call import Group
 
 __all__ = ["SHOWN", "Step", "check_dtype_of_parts", "moved_blocks", "way"]
 
@@ -51,17 +53,7 @@ class Step:
         group = worker.group(self.axes)
         op, block = self.operator(group), self.before(block)
         if op is not None and group.size > 1:
-            call = Call(
-                "relayout",
-                op.axes,
-                block.dtype,
-                block.shape,
-                detail=f"{self.source} to {self.target}",
-                same_shape=op.same_shape,
-            )
-            for log in LEDGERS.get():
-                log.operator(worker.index, type(op).__name__, op.axes)
-            block = op.start(worker.comm, group, block, call).wait()[0]
+            block = launch(op, block, worker, None)()[0]
         return self.after(worker.index, block)
 
     def cost(self, mesh: Mesh, dtype: np.dtype) -> tuple[int, int]:
@@ -144,7 +136,11 @@ class Moved(Step):
             return x
         if self.target.positions(worker) is None:
             return np.reshape(x, self.target.block_shape(worker))
-        return kernels.of(x).combine(list(x)) if len(x) > 1 else x[0]
+        return one_line(_total, (x,))
+
+
+def _total(parts: Any) -> Any:
+    return kernels.of(parts).combine(list(parts)) if len(parts) > 1 else parts[0]
 
 
 class KeptOnce(Step):
@@ -248,7 +244,7 @@ def moved_blocks(blocks: Mapping[int, Any], source: Layout, target: Layout, mesh
             block = step.run(worker, block)
         return block
 
-    return mesh.run(body).results
+    return mesh.run(body, tracked=False).results
 
 
 def _show(mesh: Mesh, steps: Sequence[Step], source: Layout, target: Layout, dtype: np.dtype) -> None:

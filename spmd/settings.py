@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from spmd.errors import MeshError
 from spmd.spellings import closest
 
-__all__ = ["SETTINGS", "check_all", "complaints", "setting"]
+__all__ = ["SETTINGS", "check_all", "chosen_setting", "complaints", "setting"]
 
 
 class _Setting(NamedTuple):
@@ -109,3 +109,22 @@ def check_all(overridden: Collection[str]) -> None:
     for name in SETTINGS:
         if name in os.environ and name not in overridden:
             setting(name)
+
+
+def chosen_setting(where: str, option: str, value: str | None) -> str | None:
+    """An option from its argument, checked, or its environment variable."""
+    variable = f"SPMD_{option.upper()}"
+    values = SETTINGS[variable].choices
+    if value is None:
+        return setting(variable)
+    if value not in values:
+        raise MeshError.at(
+            where,
+            argument=option,
+            got=repr(value),
+            need=f"one of {', '.join(map(repr, values))}",
+            mend=f'make_mesh(({value},), ("{option}",)) for an axis of this name'
+            if isinstance(value, int)
+            else f'{option}="{closest(value, values)}"',
+        )
+    return value

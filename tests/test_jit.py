@@ -583,14 +583,12 @@ def test_arguments_that_cannot_be_part_of_a_program():
     )
 
 
-def test_what_is_no_map_is_refused():
+def test_what_is_no_function_is_refused():
     mesh = spmd.Mesh(x=2)
     run = mesh.map(lambda x: spmd.sum(x, "x"), P("x"), P())
     assert spmd.jit(spmd.jit(run)) is not None
     for f, match in (
-        (np.sin, "spmd.jit\\(spmd.map"),
-        (spmd.value_and_grad(run), "spmd.value_and_grad\\(spmd.jit"),
-        (spmd.grad(run), "spmd.value_and_grad\\(spmd.jit"),
+        (3, "a map, or a function"),
         (mesh.map(lambda x: x, P("x"), P("x"), check=False), "check=False"),
     ):
         with pytest.raises(SpecError, match=match):

@@ -14,6 +14,7 @@ from spmd.array import PartitionedArray, check_usable
 from spmd.array_functions import split_names
 from spmd.autodiff import tree
 from spmd.autodiff.primitive import name_of
+from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, describe
 from spmd.kernels import on_device
@@ -108,7 +109,7 @@ def _filling(fun: Callable[..., Any], template: Template) -> Callable[..., Any]:
 
 def is_array(x: Any) -> bool:
     """Whether x may be an operand with a spec: a global array, a traced one, or one of NumPy or CuPy."""
-    return isinstance(x, np.ndarray | Array | PartitionedArray) or on_device(x)
+    return isinstance(x, np.ndarray | Array | PartitionedArray) or on_device(x) or is_slot(x)
 
 
 def on_blocks(

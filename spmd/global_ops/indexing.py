@@ -206,7 +206,7 @@ def _advanced(x: Any, entries: Sequence[Any]) -> Any:
     plain = all(isinstance(e, slice) and e == slice(None) for k, e in enumerate(entries) if k not in arrays)
     if len(arrays) == 1 and plain:
         (d,) = arrays
-        indices = entries[d] if global_value(entries[d]) is not None else np.asarray(entries[d])
+        indices = entries[d] if hasattr(entries[d], "dtype") else np.asarray(entries[d])
         spec = moved_spec(as_spec(x), value.shape, (d,))
         if spec is not None and indices.dtype.kind in "iu":
             names = names_of(spec, value.ndim)

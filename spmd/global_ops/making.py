@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from spmd import creation
-from spmd.array import MADE_LIKE, PartitionedArray
+from spmd.array import PartitionedArray
 from spmd.array_functions import layout_like
 from spmd.autodiff.admission import is_sliceable
 from spmd.errors import LayoutError, describe
+from spmd.global_functions import MADE_LIKE
 from spmd.global_ops.call import global_value
 from spmd.global_ops.resharding import reshard
 from spmd.placement import from_callback, put

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import MAPPED
 from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.primitive import Method, name_of
 from spmd.errors import DtypeError, LayoutError, describe
+from spmd.global_functions import MAPPED
 from spmd.global_ops.along import Along, along
 from spmd.global_ops.call import as_spec, dims_of, global_of, global_value, layout_by, names_of, on_blocks, spec_of
 from spmd.global_ops.registry import implements
@@ -51,7 +51,8 @@ def reduced(
         value = put(np.zeros(np.shape(x)), P(), global_value(where_mask).mesh)  # type: ignore[union-attr]
     spec, dims = as_spec(x), dims_of(where, axis, value.ndim)
     layout, split = layout_by(spec, value), names_of(spec, value.ndim)
-    names, keep = tuple(n for d in dims for n in split[d]), _or_none(keepdims) is not None and bool(keepdims)
+    summed = {n for d in dims for n in split[d]}
+    names, keep = tuple(n for n in value.mesh.axes if n in summed), _or_none(keepdims) is not None and bool(keepdims)
     kept = [() if d in dims else each for d, each in enumerate(split) if keep or d not in dims]
     operands, specs = [x], [spec]
     if where_mask is not _MISSING and where_mask is not True:
@@ -212,11 +213,11 @@ def _place(dims: tuple[int, ...], names: tuple[str, ...], layout: Layout, how: s
             return index.astype(np.intp)
         index = np.where(n > 0, index, math.prod(lengths))  # those of nothing come last
         entries, indices = all_gather(entry, names, to="invariant"), all_gather(index, names, to="invariant")
-        some = all_gather(np.asarray(n > 0), names, to="invariant")
         order = np.argsort(indices, axis=0, kind="stable")
         entries = np.take_along_axis(entries, order, 0)
         indices = np.take_along_axis(indices, order, 0)
-        count = int(np.sum(some))
+        boxes = [layout.boxes[w] for w in worker.group(names).members]
+        count = sum(all(a < b for a, b in (box[d] for d in dims)) for box in boxes)  # of workers that have entries
         first = local(entries[:count], axis=0)
         return np.take_along_axis(indices, np.expand_dims(first, 0), 0)[0].astype(np.intp)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spmd.array import MAPPED
+from spmd.global_functions import MAPPED
 from spmd.layout_rules import RULES, Rule
 
 __all__ = ["implements"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import P, array
+from spmd import P
+from spmd.global_functions import MAPPED, NATIVE
 from spmd.layout_rules import RULES, Rule
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -32,7 +33,7 @@ def test_another_rule_is_another_table(monkeypatch):
 
 
 def test_each_function_has_a_rule_and_each_rule_a_function():
-    assert RULES.keys() == array._HANDLERS.keys() | array.MAPPED.keys()
+    assert RULES.keys() == NATIVE.keys() | MAPPED.keys()
     assert {*RULES.values()} == {*Rule}
 
 

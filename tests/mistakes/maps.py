@@ -620,13 +620,13 @@ JIT = [
         "P() for one value",
     ),
     Row(
-        "spmd.jit of a gradient",
-        lambda: spmd.jit(spmd.grad(spmd.map(lambda x: spmd.sum(x, "data"), D, P()))),
+        "spmd.jit of a result",
+        lambda: spmd.jit(X),
         SpecError,
         "spmd.jit: argument f",
-        "function",
-        "a map",
-        "spmd.value_and_grad(spmd.jit(f))",
+        "ndarray float64[3, 2]",
+        "a map, or a function of global arrays",
+        "spmd.jit(f)(x)",
     ),
 ]
 
