@@ -25,7 +25,7 @@ from spmd.errors import JitError, MeshError, SpecError, describe
 from spmd.jit_entry import JitEntry, is_immutable, is_variable, join_results, layouts_of, shapes_of
 from spmd.jitted import Jitted
 from spmd.layout import P
-from spmd.map_arguments import cotangent_input
+from spmd.map_arguments import cotangent_input, cotangent_layout
 from spmd.mapping import Mapped
 from spmd.mesh import Mesh, Worker, current_mesh
 from spmd.spec_trees import Leaf
@@ -127,7 +127,7 @@ class JittedFunction(Jitted):
         args, kwargs = tree.unflatten(treedef, self._stand_ins(entry, programs, treedef, flat))
         with recorded_by(programs):
             out = function(*args, **kwargs)
-        entry.treedef, outs = self._results(out)
+        entry.treedef, outs = self._results(out, mesh)
         entry.layouts = layouts_of(outs)
         results = {}
         for w, program in programs.programs.items():
@@ -172,13 +172,21 @@ class JittedFunction(Jitted):
         array.compared = leaf.value.compared
         return array
 
-    def _results(self, out: Any) -> tuple[Any, list]:
+    def _results(self, out: Any, mesh: Mesh) -> tuple[Any, list]:
         """The structure of a result, and its leaves, which programs can return."""
         paths, outs, structure = tree.flatten_with_path(out, none_is_leaf=True)
-        return structure, [self._result(x, f"result{path}") for x, path in zip(outs, paths, strict=True)]
+        return structure, [self._result(x, f"result{path}", mesh) for x, path in zip(outs, paths, strict=True)]
 
-    def _result(self, x: Any, path: str) -> Any:
+    def _result(self, x: Any, path: str, mesh: Mesh) -> Any:
         """A result, which programs can return: a global array, bare data, or an object that does not change."""
+        if type(x) is PartitionedArray and x.mesh != mesh:
+            raise JitError.at(
+                f"spmd.jit of {self.where}",
+                argument=path,
+                got=f"an array on {x.mesh}",
+                need=f"arrays on one mesh, {mesh}",
+                mend="a function with spmd.jit for each mesh",
+            )
         if type(x) is PartitionedArray or is_slot(x) or is_immutable(x):
             return x
         if type(x) is np.ndarray:
@@ -251,7 +259,7 @@ class _FunctionVjp:
         values = jitted._stand_ins(entry, programs, self.treedef, self.flat)
         with recorded_by(programs):
             structure, leaves, places, pullback = self._traced(values, self.once)
-        entry.treedef, (_, outs) = structure, jitted._results(leaves)
+        entry.treedef, (_, outs) = structure, jitted._results(leaves, mesh)
         programs.check()
         entry.layouts = layouts_of(outs)
         results = {w: [slot_of(b) for b in _own_blocks(outs, w)] for w in programs.programs}
@@ -297,13 +305,13 @@ class _FunctionVjp:
         cotangents = []
         for k, table in zip(places, self._cotangents(gs, places), strict=True):
             inputs = {w: p.input(table[w]) for w, p in members.items()}
-            is_global = type(outs[k]) is PartitionedArray
-            cotangents.append(
-                PartitionedArray(inputs, outs[k].layout, self.mesh) if is_global else programs.joined(inputs)
-            )
+            if type(outs[k]) is PartitionedArray:
+                cotangents.append(PartitionedArray(inputs, cotangent_layout(outs[k].layout), self.mesh))
+            else:
+                cotangents.append(programs.joined(inputs))
         with recorded_by(programs):
             grads = pullback(cotangents)
-        _, grads = jitted._results(list(grads))
+        _, grads = jitted._results(list(grads), self.mesh)
         programs.check()
         back, results = {}, {}
         for w, p in members.items():
