@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -40,16 +40,7 @@ def _blockwise(ufunc, inputs, kwargs):
     where = f"np.{ufunc.__name__}"
     inputs = [x if type(x) in _OPERANDS else _operand(x, where) for x in inputs]
     arrays = [x for x in inputs if type(x) is PartitionedArray]
-    mesh = arrays[0].mesh
-    for a in arrays[1:]:
-        if a.mesh != mesh:
-            raise MeshError.at(
-                where,
-                got=f"arrays on {mesh} and on {a.mesh}",
-                need="arrays on one mesh",
-                mend="spmd.put(x.numpy(), spec, mesh)",
-            )
-    shape = broadcast_shape(where, inputs)
+    mesh, shape = common_mesh(where, arrays), broadcast_shape(where, inputs)
     layout = None
     if any(a.layout.unreduced for a in arrays):
         layout = _layout_of_sums(ufunc, inputs, arrays, shape)
@@ -72,6 +63,39 @@ def _blockwise(ufunc, inputs, kwargs):
     if isinstance(next(iter(results.values())), tuple):
         return tuple(PartitionedArray({w: r[k] for w, r in results.items()}, layout, mesh) for k in range(ufunc.nout))
     return PartitionedArray(results, layout, mesh)
+
+
+def common_mesh(where: str, arrays: Sequence[PartitionedArray]) -> Mesh:
+    """The mesh that global arrays lie on. Raises MeshError where there are several."""
+    mesh = arrays[0].mesh
+    for a in arrays[1:]:
+        if a.mesh != mesh:
+            raise MeshError.at(
+                where,
+                got=f"arrays on {mesh} and on {a.mesh}",
+                need="arrays on one mesh",
+                mend="spmd.put(x.numpy(), spec, mesh)",
+            )
+    return mesh
+
+
+def of_parts(
+    fun: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Layout], out: Layout, mesh: Mesh
+) -> PartitionedArray:
+    """The array whose blocks are fun of the blocks of operands. layouts: how each is laid out for it. out: of the
+    result. Nothing is sent but what lays an operand out."""
+    parts: list[Callable[[int], Any]] = []
+    for x, layout in zip(operands, layouts, strict=True):
+        if type(x) is PartitionedArray:
+            parts.append(relayout(x, layout).blocks.__getitem__)
+        else:
+            parts.append(partial(operand_part, x, layout, mesh=mesh))
+
+    def block(w: int) -> Any:
+        with device_of_worker(mesh, w):
+            return as_block(fun(*(part(w) for part in parts)))
+
+    return PartitionedArray(mesh.shared(out, block), out, mesh)
 
 
 _SUMS = {np.add, np.subtract}
@@ -135,6 +159,7 @@ def split_names(shape: tuple[int, ...], mesh: Mesh, names: tuple[str, ...], whol
     return P(*[None] * longest, names)
 
 
+@lru_cache(maxsize=1024)
 def part_layout(shape: tuple[int, ...], layout: Layout) -> Layout:
     """The layout of an operand of a shape that broadcasts to an array in a layout."""
     if shape == layout.shape:
@@ -235,20 +260,25 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
         x = relayout(x, x.mesh.layout(x.shape, split_names(x.shape, x.mesh, tuple(x.mesh.axes), summed)))
     if x.layout.unreduced and np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype != x.dtype:
         x = x.reduced
-    split = [tuple(x.mesh.axes)] * x.ndim if x.layout.spec is None else x.layout.spec.dims
-    added = {n for d in summed for n in split[d]} | x.layout.unreduced
-    kept_dims = [d for d in range(x.ndim) if d not in summed]
-    result_dims = range(x.ndim) if keepdims else kept_dims
-    spec = P(*(split[d] if d in kept_dims else None for d in result_dims), unreduced=added)
-    shape = [x.shape[d] if d in kept_dims else 1 for d in result_dims]
-    cuts = [x.layout.cuts[d] if d in kept_dims else None for d in result_dims]
-    layout, mesh = Layout(shape, spec, x.mesh.axes, cuts), x.mesh
+    layout, mesh = _summed_layout(x.layout, tuple(summed), keepdims), x.mesh
 
     def block(w: int) -> np.ndarray:
         with device_of_worker(mesh, w):
             return as_block(np.sum(x.blocks[w], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
 
     return PartitionedArray(mesh.shared(layout, block), layout, mesh)
+
+
+@lru_cache(maxsize=1024)
+def _summed_layout(layout: Layout, summed: tuple[int, ...], keepdims: bool) -> Layout:
+    """The layout of a sum over dimensions: unreduced along the axes that split them; all, for a grid."""
+    ndim = len(layout.shape)
+    split = [tuple(layout.axes)] * ndim if layout.spec is None else layout.spec.dims
+    added = {n for d in summed for n in split[d]} | layout.unreduced
+    dims = [d for d in range(ndim) if keepdims or d not in summed]
+    spec = P(*(None if d in summed else split[d] for d in dims), unreduced=added)
+    shape = [1 if d in summed else layout.shape[d] for d in dims]
+    return Layout(shape, spec, layout.axes, [None if d in summed else layout.cuts[d] for d in dims])
 
 
 @implements(np.broadcast_to, Rule.PERMUTED)

@@ -221,7 +221,7 @@ class Layout:
 
     def with_unreduced(self, names: Iterable[str]) -> Layout:
         """The same blocks, of an array that is the sum of what lies along these axes."""
-        return Layout(self.shape, P(*self.spec.dims, unreduced=names), self.axes, self.cuts, copies=self.copies)
+        return _with_unreduced(self, frozenset(names))
 
     def check(
         self, axes: Mapping[str, int], where: str, argument: str, ndim: int | None = None, *, unreduced: bool = False
@@ -405,6 +405,14 @@ class Layout:
                 cuts[d][k] = shape[d]
         sizes = [[k or 0 for k in c] for c in cuts]
         return cls([sum(c) for c in sizes], spec, axes, sizes)
+
+
+@lru_cache(maxsize=1024)
+def _with_unreduced(layout: Layout, names: frozenset[str]) -> Layout:
+    if names == layout.unreduced:
+        return layout
+    spec = P(*layout.spec.dims, unreduced=names)
+    return Layout(layout.shape, spec, layout.axes, layout.cuts, copies=layout.copies)
 
 
 Spec = P | Layout

@@ -64,12 +64,13 @@ _TABLE: dict[Any, Along] = {
 
 
 @lru_cache(maxsize=256)
-def _signature(fun: Any) -> inspect.Signature:
-    return inspect.signature(fun)
+def _names(fun: Any) -> tuple[str, ...]:
+    """The parameters of a function, which may all be given by position, or those after the last such by name."""
+    return tuple(inspect.signature(fun).parameters)
 
 
 def along(fun: Any, rule: Along, args: tuple, kwargs: dict) -> Any:
-    bound = _signature(fun).bind(*args, **kwargs).arguments
+    bound = {**dict(zip(_names(fun), args, strict=False)), **kwargs}
     name, x = next((name, x) for name, x in bound.items() if global_value(x) is not None)
     value = global_of(x)
     axis = bound.get("axis", bound.get("axes", rule.default))

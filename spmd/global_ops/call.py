@@ -94,6 +94,10 @@ class Arguments:
         self.globals = [value for value in map(global_value, self.arrays) if value is not None]
         self.mesh = self.globals[0].mesh
 
+    def function(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of the arrays alone."""
+        return _filling(fun, self.template)
+
     def run(self, fun: Callable[..., Any], in_specs: Sequence[Spec], out_specs: Any) -> Any:
         """The function of the blocks of the arrays, which are laid out by in_specs."""
         return on_blocks(name_of(fun), _filling, (fun, self.template), self.arrays, in_specs, out_specs, self.mesh)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
+from spmd.array_functions import common_mesh, of_parts
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.linalg import einsum_rule
 from spmd.autodiff.tracer import Array
@@ -30,7 +31,8 @@ from spmd.operators.splitting import normal_axis
 __all__ = ["contract"]
 
 
-def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[str], str] | None:
+@lru_cache(maxsize=1024)
+def _parsed(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[str, ...], str] | None:
     """The letters of each operand and of the result, with letters for ellipses. None where a letter has lengths that
     differ."""
     text = subscripts.replace(" ", "")
@@ -65,7 +67,7 @@ def _parsed(subscripts: str, shapes: Sequence[tuple[int, ...]]) -> tuple[list[st
         for c, n in zip(w, s, strict=True):
             if lengths.setdefault(c, n) != n:
                 return None
-    return full, result
+    return tuple(full), result
 
 
 def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapping[str, Any] | None = None) -> Any:
@@ -77,7 +79,7 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     options = dict(options or {})
     options.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
     arguments = Arguments(tuple(operands), {})
-    shapes = [tuple(np.shape(a)) for a in operands]
+    shapes = tuple(tuple(np.shape(a)) for a in operands)
     parsed = _parsed(subscripts, shapes)
     if parsed is None or len(arguments.arrays) != len(operands):
         return whole(np.einsum, (subscripts, *operands), options)
@@ -85,9 +87,9 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     dtypes, values = [np.dtype(a.dtype) for a in operands], [global_value(a) for a in operands]
     dtype = np.dtype(options.get("dtype") or np.result_type(*dtypes))
     product = Product(
-        tuple(letters),
+        letters,
         out,
-        tuple(shapes),
+        shapes,
         tuple(None if value is None else value.layout.reduced for value in values),
         tuple(dtype.itemsize for dtype in dtypes),
         _summed_as(dtype),
@@ -99,7 +101,7 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     if not goes_round and any(type(a) is Array for a in operands):
         return _product(*operands, subscripts=text, options=static)
     if (goes_round or found.gathered) and len(letters) > 1:
-        words = [_simplified(k, letters, out) for k in range(len(letters))]
+        words = tuple(_simplified(k, letters, out) for k in range(len(letters)))
         if words != letters:
             pairs = zip(operands, letters, words, strict=True)
             operands = [x if a == b else np.einsum(f"{a}->{b}", x.astype(dtype)) for x, a, b in pairs]
@@ -111,9 +113,11 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
         ring = Ring((*map(Side, letters, found.held, found.used), Side(out, found.out, found.out)), static)
     # Of booleans a product is true where any part is: no sum of parts.
     added, unreduced = (found.summed, ()) if dtype.kind == "b" else ((), found.summed)
-    specs = [
-        layout.spec if layout.balanced else layout for layout in (*found.held, found.out.with_unreduced(unreduced))
-    ]
+    out_layout = found.out.with_unreduced(unreduced)
+    if ring is None and not added:
+        common_mesh(where, arguments.globals)
+        return of_parts(_summing(text, (), static, None), operands, found.held, out_layout, arguments.mesh)
+    specs = [layout.spec if layout.balanced else layout for layout in (*found.held, out_layout)]
     return on_blocks(where, _summing, (text, added, static, ring), operands, specs[:-1], specs[-1], arguments.mesh)
 
 
@@ -146,6 +150,7 @@ def _summing(
     return body
 
 
+@lru_cache(maxsize=1024)
 def _is_matmul(text: str) -> bool:
     """Whether these subscripts, without ellipses, say np.matmul, which takes less time on small blocks."""
     inputs, _, out = text.partition("->")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.array_functions import broadcast_shape, joint_layout, part_layout, split_names
+from spmd.array_functions import broadcast_shape, common_mesh, joint_layout, of_parts, part_layout, split_names
 from spmd.autodiff.primitive import name_of
+from spmd.autodiff.tracer import Array
 from spmd.global_ops.call import Arguments
 from spmd.global_ops.registry import implements
 from spmd.layout_rules import Rule
@@ -26,10 +27,11 @@ def elementwise(fun: Callable, args: tuple, kwargs: dict) -> Any:
     layout = joint_layout(arguments.globals, shape)
     if layout.spec is None:
         layout = mesh.layout(shape, split_names(shape, mesh, tuple(mesh.axes)))
-    *specs, out = (
-        part.spec if part.balanced else part
-        for part in (part_layout(s, layout) for s in (*map(np.shape, arguments.arrays), shape))
-    )
+    *parts, out = (part_layout(s, layout) for s in (*map(np.shape, arguments.arrays), shape))
+    if not any(type(x) is Array for x in arguments.arrays):
+        common_mesh(name_of(fun), arguments.globals)
+        return of_parts(arguments.function(fun), arguments.arrays, parts, out, mesh)
+    *specs, out = (part.spec if part.balanced else part for part in (*parts, out))
     return arguments.run(fun, specs, out)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, as_block, check_usable, relayout
-from spmd.array_functions import broadcast_shape
+from spmd.array import PartitionedArray, check_usable, relayout
+from spmd.array_functions import broadcast_shape, of_parts
 from spmd.autodiff.registry import primitive
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.along import moved_spec
@@ -53,15 +54,16 @@ def _permuted_back(g: Any, _ans: Any, _x: Any, order: tuple[int, ...]) -> Any:
 
 @primitive("np.transpose", _permuted_back)
 def _permuted(x: PartitionedArray, order: tuple[int, ...]) -> PartitionedArray:
-    layout = x.layout
-    shape, cuts = [layout.shape[d] for d in order], [layout.cuts[d] for d in order]
-    if layout.spec is None:
-        x = relayout(x, layout_by(as_spec(x), x))
-        return _permuted(x, order)
-    dims = [layout.spec.dims[d] for d in order]
-    new = Layout(shape, P(*dims, unreduced=layout.unreduced), layout.axes, cuts)
-    blocks = x.mesh.shared(new, lambda w: as_block(np.transpose(x.blocks[w], order)))
-    return PartitionedArray(blocks, new, x.mesh)
+    if x.layout.spec is None:
+        return _permuted(relayout(x, layout_by(as_spec(x), x)), order)
+    layout = _permuted_layout(x.layout, order)
+    return of_parts(lambda block: np.transpose(block, order), [x], [x.layout], layout, x.mesh)
+
+
+@lru_cache(maxsize=1024)
+def _permuted_layout(layout: Layout, order: tuple[int, ...]) -> Layout:
+    spec = P(*(layout.spec.dims[d] for d in order), unreduced=layout.unreduced)
+    return Layout([layout.shape[d] for d in order], spec, layout.axes, [layout.cuts[d] for d in order])
 
 
 def _ndim(x: Any) -> int:
