@@ -72,6 +72,10 @@ class Mixing:
         """A cotangent that a user gave, as one that may be kept, and handed on to others."""
         return g
 
+    def summed(self, gs: list, values: list) -> list:
+        """Gradients of arguments `values`, with sums over workers that are still to be taken taken together."""
+        return gs
+
     def settle(self, g, value):
         """A gradient in the form in which its argument `value` came."""
         return g

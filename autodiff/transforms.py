@@ -53,7 +53,8 @@ def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
     blocks = [held(x) for x in leaves]
-    found = sweep(tape, seeds, [x.node for x in blocks if on(x, tape)], free=free)
+    moving = [x for x in blocks if on(x, tape)]
+    found = tracer.mixing.summed(sweep(tape, seeds, [x.node for x in moving], free=free), [x.value for x in moving])
     found.reverse()
     pulled = []
     for given, leaf in zip(leaves, blocks, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +24,7 @@ from spmd.global_functions import MADE_LIKE, NATIVE, function_of, refuse_out
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh
 from spmd.ownership import DONATED, donated_error, owned
-from spmd.resharding import moved_blocks
+from spmd.resharding import moved_blocks, summed_blocks
 from spmd.settings import setting
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
@@ -36,6 +36,7 @@ __all__ = [
     "device_of_worker",
     "layout_of",
     "owned_on",
+    "reduced_together",
     "relayout",
     "share_copies",
 ]
@@ -105,6 +106,11 @@ class PartitionedArray:
         if RECORDING.get() is None or self._is_recorded:  # a program has no values that may be kept
             self._reduced = reduced
         return reduced
+
+    @property
+    def settled(self) -> PartitionedArray:
+        """The array with its sums taken if they are known, else the array. Sends nothing."""
+        return self if self._reduced is None else self._reduced
 
     @property
     def ndim(self) -> int:
@@ -467,3 +473,15 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
         return relayout(x._reduced, layout)
     blocks = moved_blocks(x.blocks, x.layout, layout, x.mesh)
     return share_copies({w: as_block(b) for w, b in blocks.items()}, layout, x.mesh)
+
+
+def reduced_together(arrays: Sequence[PartitionedArray]) -> list[PartitionedArray]:
+    """Unreduced arrays with their sums taken, those over the same axes in one collective."""
+    mesh = arrays[0].mesh
+    if any(x.mesh != mesh or x._reduced is not None for x in arrays):
+        return [x.reduced for x in arrays]
+    tables = summed_blocks([(x.blocks, x.layout) for x in arrays], mesh)
+    return [
+        share_copies({w: as_block(b) for w, b in blocks.items()}, x.layout.reduced, mesh)
+        for x, blocks in zip(arrays, tables, strict=True)
+    ]

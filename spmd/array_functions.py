@@ -43,6 +43,8 @@ def _blockwise(ufunc, inputs, kwargs):
     mesh, shape = common_mesh(where, arrays), broadcast_shape(where, inputs)
     layout = None
     if any(a.layout.unreduced for a in arrays):
+        inputs = [x.settled if type(x) is PartitionedArray else x for x in inputs]
+        arrays = [x for x in inputs if type(x) is PartitionedArray]
         layout = _layout_of_sums(ufunc, inputs, arrays, shape)
         if layout is None:
             inputs = [x.reduced if type(x) is PartitionedArray else x for x in inputs]
@@ -116,6 +118,8 @@ def _layout_of_sums(
         alike = len(arrays) == len(inputs) and all(a.layout == first and a.dtype == same_dtype for a in arrays)
         return first if alike else None
     sums = [x for x in inputs if type(x) is PartitionedArray and x.layout.unreduced]
+    if not sums:
+        return None
     scales = ufunc is np.multiply or (ufunc is np.divide and sums[0] is inputs[0])
     if not scales or len(sums) > 1 or sums[0].dtype != same_dtype or (ufunc is np.divide and same_dtype.kind in "biu"):
         return None
@@ -255,7 +259,7 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     plain = all(option in (None, True, np._NoValue) for option in map(_plain, options.values()))
     if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
         return MAPPED[np.sum](x, axis, dtype, None, keepdims, **options)
-    summed = sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
+    x, summed = x.settled, sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
     if x.layout.spec is None and len(summed) < x.ndim:
         x = relayout(x, x.mesh.layout(x.shape, split_names(x.shape, x.mesh, tuple(x.mesh.axes), summed)))
     if x.layout.unreduced and np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype != x.dtype:
@@ -283,7 +287,7 @@ def _summed_layout(layout: Layout, summed: tuple[int, ...], keepdims: bool) -> L
 
 @implements(np.broadcast_to, Rule.PERMUTED)
 def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArray:
-    x, shape = array, (shape,) if np.ndim(shape) == 0 else shape
+    x, shape = array.settled, (shape,) if np.ndim(shape) == 0 else shape
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
     layout = joint_layout([x], tuple(shape))
@@ -308,7 +312,7 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
 
 @implements(np.expand_dims, Rule.PERMUTED)
 def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
-    x = a
+    x = a.settled
     ndim = x.ndim + np.size(axis)
     for d in np.atleast_1d(axis):
         if not -ndim <= d < ndim:
@@ -326,7 +330,10 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
     """np.stack along a new, whole dimension."""
     if dtype is not None:
         return _stack(arrays, axis).astype(dtype, casting=casting)
-    arrays = [a if type(a) is PartitionedArray or on_device(a) else admit(a, "np.stack", "arrays") for a in arrays]
+    arrays = [
+        a.settled if type(a) is PartitionedArray else a if on_device(a) else admit(a, "np.stack", "arrays")
+        for a in arrays
+    ]
     global_arrays = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = global_arrays[0].shape, global_arrays[0].mesh
     if any(np.shape(a) != shape for a in arrays):
@@ -356,7 +363,7 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
 @implements(np.reshape, Rule.RESHAPED)
 def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArray:
     """np.reshape, if it keeps the split dimensions."""
-    x = a
+    x = a.settled
     new_shape = [int(n) for n in np.atleast_1d(shape)] if np.size(shape) else []
     if new_shape.count(-1) == 1:
         new_shape[new_shape.index(-1)] = x.size // max(1, math.prod(n for n in new_shape if n != -1))

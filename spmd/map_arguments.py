@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spmd import device as devices
-from spmd.array import PartitionedArray, layout_of, relayout
+from spmd.array import PartitionedArray, layout_of, reduced_together, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
@@ -346,6 +346,14 @@ def copied_to_all(x, mesh: Mesh) -> Any:
     return copy
 
 
+def _needs_sum(g: Any, value: Any) -> bool:
+    """Whether a gradient is unreduced, and its argument lies as it does, or is bare."""
+    if type(g) is not PartitionedArray or not g.layout.unreduced:
+        return False
+    target = layout_of(value)
+    return target is None or cotangent_layout(target) == g.layout.reduced
+
+
 def _is_global(x: Any) -> bool:
     """Whether an argument is a global array, traces one, or has one among its items."""
     kind = type(x)
@@ -356,6 +364,12 @@ def _is_global(x: Any) -> bool:
 
 class MapMixing(Join):
     """How arrays mix: in bodies by their states; outside, gradients get the layouts of their arguments."""
+
+    def summed(self, gs, values):
+        places = [k for k, (g, value) in enumerate(zip(gs, values, strict=True)) if _needs_sum(g, value)]
+        for k, g in zip(places, reduced_together([gs[k] for k in places]) if len(places) > 1 else (), strict=False):
+            gs[k] = g
+        return gs
 
     def settle(self, g, value):
         return cotangent_for(g, value)

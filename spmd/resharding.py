@@ -18,12 +18,13 @@ from spmd.mesh import Mesh, Worker
 from spmd.operators.apply import launch
 from spmd.operators.base import Operator
 from spmd.operators.gather import ReduceScatter
+from spmd.operators.gradient_buckets import DeferredSums
 from spmd.operators.memo import bounded, interned
 from spmd.operators.repartition import Repartition
 from spmd.operators.sums import Sum
 from spmd.transport.call import Group
 
-__all__ = ["SHOWN", "Step", "check_dtype_of_parts", "moved_blocks", "way"]
+__all__ = ["SHOWN", "Step", "check_dtype_of_parts", "moved_blocks", "summed_blocks", "way"]
 
 SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
 """Whether arrays that are laid out anew are shown: see `spmd.debug`."""
@@ -245,6 +246,24 @@ def moved_blocks(blocks: Mapping[int, Any], source: Layout, target: Layout, mesh
         return block
 
     return mesh.run(body, tracked=False).results
+
+
+def summed_blocks(arrays: Sequence[tuple[Mapping[int, Any], Layout]], mesh: Mesh) -> list[dict[int, Any]]:
+    """The blocks of unreduced arrays, given by blocks and layout, with all sums taken: those over the same axes in one
+    collective. Collective."""
+    if SHOWN.get():
+        for blocks, layout in arrays:
+            dtype = next(iter(blocks.values())).dtype
+            _show(mesh, way(mesh, layout, layout.reduced, dtype), layout, layout.reduced, dtype)
+
+    def body(worker: Worker) -> list[Any]:
+        sums = DeferredSums(worker)
+        given = [(layout, worker.comm.given(blocks[worker.index])) for blocks, layout in arrays]
+        added = [sums.add(tuple(n for n in layout.axes if n in layout.unreduced), block) for layout, block in given]
+        return [each.wait() for each in added]
+
+    results = mesh.run(body, tracked=False).results
+    return [{w: blocks[k] for w, blocks in results.items()} for k in range(len(arrays))]
 
 
 def _show(mesh: Mesh, steps: Sequence[Step], source: Layout, target: Layout, dtype: np.dtype) -> None:

@@ -54,6 +54,7 @@ def _permuted_back(g: Any, _ans: Any, _x: Any, order: tuple[int, ...]) -> Any:
 
 @primitive("np.transpose", _permuted_back)
 def _permuted(x: PartitionedArray, order: tuple[int, ...]) -> PartitionedArray:
+    x = x.settled
     if x.layout.spec is None:
         return _permuted(relayout(x, layout_by(as_spec(x), x)), order)
     layout = _permuted_layout(x.layout, order)

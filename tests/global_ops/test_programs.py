@@ -107,14 +107,63 @@ def test_they_move_what_a_map_moves():
 
         by_map = spmd.grad(spmd.map(local, (P("data"), P("data"), P()), P()), 2)
         assert moved(of_arrays, w) == moved(by_map, x, y, w)
-        u = spmd.put(RNG.random((12, 8)), P("data"))
 
-        def shifted(u):
-            return spmd.halo_exchange(u, P("data"), [(1, -1), (0, 0)], "periodic", sizes=[(3,) * 4, None])
 
-        assert moved(lambda u: np.roll(u, 1, 0), u) == moved(spmd.map(shifted, P("data"), P("data")), u)
-        assert moved(lambda u: np.roll(u, 1, 1), u) == (0, 0)
-        assert moved(lambda u: u.T + u.T, u) == (0, 0)
-        assert moved(lambda u: u[1:7, 2:], u) == (0, 0)
-        assert moved(lambda u: u.sum(axis=1), u) == (0, 0)
-        assert moved(lambda u: u @ np.ones((8, 3)), u) == (0, 0)
+def test_two_layers_move_what_a_map_moves():
+    with spmd.Mesh(data=2, model=2):
+        x, y = spmd.put(X, P("data")), spmd.put(Y, P("data"))
+        w1, w2 = spmd.put(RNG.random((5, 6)), P(None, "model")), spmd.put(RNG.random(6), P("model"))
+
+        def local(x, y, w1, w2):
+            hidden = np.maximum(x @ w1, 0.1)
+            return spmd.sum((spmd.psum(hidden @ w2, "model") - y) ** 2, "data") / len(Y)
+
+        by_map = spmd.map(local, (P("data"), P("data"), P(None, "model"), P("model")), P())
+        by_hand = spmd.value_and_grad(by_map, (2, 3))
+        assert moved(two_layers, x, y, w1, w2) == moved(by_hand, x, y, w1, w2)
+
+
+def test_k_means_moves_what_a_map_moves():
+    def local(x, centres):
+        for _ in range(3):
+            apart = ((x[:, None, :] - centres) ** 2).sum(axis=2)
+            nearest = (apart == apart.min(axis=1, keepdims=True)) * 1.0
+            centres = spmd.psum(nearest.T @ x, "data") / spmd.psum(nearest.sum(axis=0), "data")[:, None]
+        return centres
+
+    with spmd.Mesh(data=4):
+        x, centres = spmd.put(X, P("data")), spmd.put(X[:3], P())
+        by_map = spmd.map(local, (P("data"), P()), P())
+        same(by_map(x, centres), k_means(X, X[:3]))
+        assert moved(lambda x, c: k_means(x, c).numpy(), x, centres) == moved(by_map, x, centres)
+
+
+def test_power_iteration_moves_what_a_map_moves():
+    def local(x, v):
+        x = x - spmd.psum(x.sum(axis=0), "data") / len(X)
+        for _ in range(5):
+            v = spmd.psum((x @ v) @ x, "data")
+            v = v / np.linalg.norm(v)
+        return v
+
+    with spmd.Mesh(data=4):
+        x, v = spmd.put(X, P("data")), spmd.put(np.ones(5), P())
+        by_map = spmd.map(local, (P("data"), P()), P())
+        same(by_map(x, v), power_iteration(X, np.ones(5)))
+        assert moved(lambda x, v: power_iteration(x, v).numpy(), x, v) == moved(by_map, x, v)
+
+
+def test_heat_moves_what_a_map_moves():
+    def local(u):
+        for _ in range(4):
+            wide = spmd.halo_exchange(u, P("rows"), ((1, 1), (0, 0)), "periodic")
+            near = wide[2:] + wide[:-2] + np.roll(u, 1, 1) + np.roll(u, -1, 1)
+            u = u + 0.1 * (near - 4 * u)
+        return u, spmd.sum(u, "rows")
+
+    start = RNG.random((9, 7))
+    with spmd.Mesh(rows=4):
+        u = spmd.put(start, P("rows"))
+        by_map = spmd.map(local, P("rows"), (P("rows"), P()))
+        same(by_map(u), heat(start))
+        assert moved(lambda u: float(heat(u)[1]), u) == moved(by_map, u)
