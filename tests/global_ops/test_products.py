@@ -303,6 +303,7 @@ def test_blocks_that_go_round_are_never_together(monkeypatch):
             assert max(received) == largest
 
 
+@pytest.mark.host("its memory is counted")
 @each_engine
 def test_rings_between_processes(python):
     assert ended_well("rings.py", python=python, n=4, timeout=200) == "right\n"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import spmd
 from spmd import Layout, P
+from spmd.device import to_host
 from spmd.errors import LayoutError, SpecError, StateError
 
 rng = np.random.default_rng(11)
@@ -29,7 +30,7 @@ def summed(parts: dict[int, np.ndarray], layout: Layout) -> np.ndarray:
     whole = np.zeros(layout.shape)
     for w, part in parts.items():
         if layout.owners[w] == w:
-            whole[layout.slices(w)] += part
+            whole[layout.slices(w)] += to_host(part)
     return whole
 
 
@@ -169,7 +170,6 @@ REDUCES = {
     "maximum": lambda s, t, c: np.maximum(s, t),
     "s > 0": lambda s, t, c: s > 0,
     "astype": lambda s, t, c: s.astype(int),
-    "wider": lambda s, t, c: s * np.longdouble(2),
     "complex": lambda s, t, c: s * 1j,
     "zeros_like": lambda s, t, c: np.zeros_like(s),
     "ones_like": lambda s, t, c: np.ones_like(s),
@@ -237,6 +237,9 @@ def test_narrow_dtypes_are_added_as_numpy_adds_them(mesh):
             assert total.dtype == expected.dtype
             np.testing.assert_array_equal(total.numpy(), expected)
         np.testing.assert_array_equal((x.T @ x).numpy(), a.T @ a)
+    total = spmd.put(A.astype(np.float32), P("a")).sum(0)
+    assert (total * np.float32(2)).layout.unreduced
+    assert not (total * np.float64(2)).layout.unreduced  # wider, by NumPy's rules
     b = np.arange(24).reshape(6, 4) % 3 == 0
     x = spmd.put(b, P("a", "b"))
     assert (x.T @ x).dtype == np.bool_
