@@ -17,6 +17,8 @@ import spmd
 from spmd import P
 from spmd.errors import DonatedError, JitError, MeshError, SpecError
 
+pytestmark = pytest.mark.host("on a GPU the functions themselves run")
+
 rng = np.random.default_rng(0)
 
 
