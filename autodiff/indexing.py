@@ -13,6 +13,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.apply import FLOAT, NO_OPTIONS
 from spmd.autodiff.dtypes import cotangent_dtype, kind_of_dtype
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import one_line
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import USUAL, Array, bare, find, value_of
 from spmd.errors import DtypeError, describe
@@ -66,6 +67,10 @@ def _add_into(out, index, v) -> None:
 
 
 def _scattered(g, shape, index):
+    return _scatter(g, shape, index) if type(g) is np.ndarray else one_line(_scatter, (g, shape, index))
+
+
+def _scatter(g, shape, index):
     once = _is_basic(index) or _is_mask(index)
     dtype = g.dtype if once else cotangent_dtype(g.dtype) or g.dtype
     out = np.zeros(shape, dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape, dtype=dtype)
@@ -147,6 +152,10 @@ def _cleared(g, index) -> Any:
     "x.at[i].set", lambda g, _ans, _x, _v, index: _cleared(g, index), lambda g, _ans, _x, _v, index: _last(g, index)
 )
 def _set(x, v, index):
+    return one_line(_with_set, (x, v, index))
+
+
+def _with_set(x, v, index):
     out = np.copy(x)
     out[index] = v
     return out
@@ -154,6 +163,10 @@ def _set(x, v, index):
 
 @primitive("x.at[i].add", lambda g, _ans, _x, _v, index: g, lambda g, _ans, _x, _v, index: g[index])
 def _add(x, v, index):
+    return one_line(_with_added, (x, v, index))
+
+
+def _with_added(x, v, index):
     out = np.copy(x)
     _add_into(out, index, v)
     return out

@@ -100,8 +100,9 @@ class PartitionedArray:
         """The same array without unreduced axes: the sums over them are taken once, and kept. Collective then."""
         if not self.layout.unreduced:
             return self
-        if self._reduced is not None:
-            return self._reduced
+        check_usable("x.reduced", self)
+        if self.settled is not self:
+            return self.settled
         reduced = relayout(self, self.layout.reduced)
         if RECORDING.get() is None or self._is_recorded:  # a program has no values that may be kept
             self._reduced = reduced
@@ -110,7 +111,8 @@ class PartitionedArray:
     @property
     def settled(self) -> PartitionedArray:
         """The array with its sums taken if they are known, else the array. Sends nothing."""
-        return self if self._reduced is None else self._reduced
+        known = self._reduced
+        return self if known is None or known.blocks is DONATED else known
 
     @property
     def ndim(self) -> int:
@@ -469,8 +471,8 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     """The same array in another layout. Each worker sends the parts of its block that others need. Collective."""
     if layout == x.layout:
         return x
-    if x._reduced is not None:
-        return relayout(x._reduced, layout)
+    if x.settled is not x:
+        return relayout(x.settled, layout)
     blocks = moved_blocks(x.blocks, x.layout, layout, x.mesh)
     return share_copies({w: as_block(b) for w, b in blocks.items()}, layout, x.mesh)
 
@@ -478,7 +480,7 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
 def reduced_together(arrays: Sequence[PartitionedArray]) -> list[PartitionedArray]:
     """Unreduced arrays with their sums taken, those over the same axes in one collective."""
     mesh = arrays[0].mesh
-    if any(x.mesh != mesh or x._reduced is not None for x in arrays):
+    if any(x.mesh != mesh or x.settled is not x for x in arrays):
         return [x.reduced for x in arrays]
     tables = summed_blocks([(x.blocks, x.layout) for x in arrays], mesh)
     return [

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray, as_block, device_of_worker, owned_on, relayout, share_copies
 from spmd.autodiff.admission import admit
+from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.primitive import name_of
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.staging.together import at_worker
@@ -45,7 +46,7 @@ def _blockwise(ufunc, inputs, kwargs):
     if any(a.layout.unreduced for a in arrays):
         inputs = [x.settled if type(x) is PartitionedArray else x for x in inputs]
         arrays = [x for x in inputs if type(x) is PartitionedArray]
-        layout = _layout_of_sums(ufunc, inputs, arrays, shape)
+        layout = None if kwargs else _layout_of_sums(ufunc, inputs, arrays)
         if layout is None:
             inputs = [x.reduced if type(x) is PartitionedArray else x for x in inputs]
             arrays = [x for x in inputs if type(x) is PartitionedArray]
@@ -104,28 +105,34 @@ _SUMS = {np.add, np.subtract}
 _SIGNS = {np.negative, np.positive, np.conjugate}
 
 
-def _layout_of_sums(
-    ufunc: np.ufunc, inputs: Sequence[Any], arrays: Sequence[PartitionedArray], shape: tuple[int, ...]
-) -> Layout | None:
+def _layout_of_sums(ufunc: np.ufunc, inputs: Sequence[Any], arrays: Sequence[PartitionedArray]) -> Layout | None:
     """The layout of a result that stays the sum of what workers hold along some axes; None where it does not: the
-    operands are reduced first. It stays for sums and differences of arrays that lie alike, for what is scaled by a
-    value that is the same along these axes, and for changes of sign, none of which may change the dtype."""
-    first = arrays[0].layout
+    operands are reduced first.
+
+    It stays for sums and differences of arrays that lie alike, for products with a finite number, and for changes of
+    sign, none of which may change the dtype. Numbers of short floating point are added first: parts of a sum may be
+    out of their range.
+    """
+    first, dtype = arrays[0].layout, arrays[0].dtype
+    same_dtype = np.result_type(*(x.dtype if type(x) is PartitionedArray else x for x in inputs)) == dtype
+    if not same_dtype or is_short(dtype):
+        return None
     if ufunc in _SIGNS:
         return first
-    same_dtype = np.result_type(*(x.dtype if type(x) is PartitionedArray else x for x in inputs))
     if ufunc in _SUMS:
-        alike = len(arrays) == len(inputs) and all(a.layout == first and a.dtype == same_dtype for a in arrays)
-        return first if alike else None
-    sums = [x for x in inputs if type(x) is PartitionedArray and x.layout.unreduced]
-    if not sums:
+        return first if len(arrays) == len(inputs) and all(a.layout == first for a in arrays) else None
+    if ufunc not in (np.multiply, np.divide) or len(arrays) > 1:
         return None
-    scales = ufunc is np.multiply or (ufunc is np.divide and sums[0] is inputs[0])
-    if not scales or len(sums) > 1 or sums[0].dtype != same_dtype or (ufunc is np.divide and same_dtype.kind in "biu"):
+    number = inputs[1] if inputs[0] is arrays[0] else inputs[0]
+    if not isinstance(number, int | float | complex | np.number) or not np.isfinite(number):
         return None
-    names = sums[0].layout.unreduced
-    layout = _joint_layout(tuple(a.layout.reduced for a in arrays), shape)
-    return None if layout is None or names & layout.varying else layout.with_unreduced(names)
+    divides = inputs[0] is arrays[0] and number != 0 and dtype.kind in "fc"
+    return first if ufunc is np.multiply or divides else None
+
+
+def is_short(dtype: np.dtype) -> bool:
+    """Whether these are floating-point numbers that are added up in a longer dtype."""
+    return dtype.kind not in "biuc" and mean_dtype(dtype) is not None
 
 
 def broadcast_shape(where: str, operands: Sequence[Any]) -> tuple[int, ...]:
@@ -180,6 +187,7 @@ def layout_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """The layout of an array of some shape as in another layout: equal to it if the shape is. Otherwise what splits a
     dimension splits the same dimension, counted from the first, in the same blocks if it is as long; dimensions that
     follow are whole. A grid serves shapes of as many dimensions; arrays of others are copied to all workers."""
+    layout = layout.reduced
     invariant = layout.spec is None or layout.copies == "invariant"
     if shape == layout.shape and invariant:
         return layout
@@ -241,7 +249,8 @@ def operand_part(x, layout: Layout, worker: int, mesh: Mesh):
         data = mesh.places.own(x, worker) if mesh.places is not None else x if is_slot(x) else np.asarray(x)
         whole = [True] * data.ndim
     skip = len(box) - data.ndim
-    cut = tuple(box[d + skip] if whole[d] and data.shape[d] != 1 else slice(None) for d in range(data.ndim))
+    long = [data.shape[d] == layout.shape[d + skip] for d in range(data.ndim)]
+    cut = tuple(box[d + skip] if whole[d] and long[d] else slice(None) for d in range(data.ndim))
     return data[cut]
 
 
@@ -257,7 +266,7 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
     keepdims = keepdims is not np._NoValue and bool(keepdims)  # type: ignore[attr-defined]
     dims = range(x.ndim) if axis is None else (axis,) if np.ndim(axis) == 0 else axis
     plain = all(option in (None, True, np._NoValue) for option in map(_plain, options.values()))
-    if type(x) is not PartitionedArray or not plain or not x.ndim or len({*dims}) < len([*dims]):
+    if type(x) is not PartitionedArray or not plain or not x.ndim or is_short(x.dtype) or _repeats(dims, x.ndim):
         return MAPPED[np.sum](x, axis, dtype, None, keepdims, **options)
     x, summed = x.settled, sorted({normal_axis("np.sum", "axis", int(d), x.ndim) for d in dims})
     if x.layout.spec is None and len(summed) < x.ndim:
@@ -270,7 +279,14 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
         with device_of_worker(mesh, w):
             return as_block(np.sum(x.blocks[w], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
 
-    return PartitionedArray(mesh.shared(layout, block), layout, mesh)
+    total = PartitionedArray(mesh.shared(layout, block), layout, mesh)
+    return total if total.ndim else total.reduced  # a number is what programs print, on one process only
+
+
+def _repeats(dims: Any, ndim: int) -> bool:
+    """Whether dimensions are named twice, or wrongly."""
+    found = [int(d) + ndim * (int(d) < 0) for d in dims]
+    return len({*found}) < len(found)
 
 
 @lru_cache(maxsize=1024)
@@ -291,7 +307,7 @@ def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArr
     if x.layout.spec is None and not x.ndim and len(shape):
         x = relayout(x, x.mesh.layout((), P()))  # one number on all workers, such as the cotangent of a sum
     layout = joint_layout([x], tuple(shape))
-    if x.layout.unreduced:
+    if x.layout.unreduced and _joint_layout((x.layout.reduced, layout), layout.shape) == layout:
         layout = layout.with_unreduced(x.layout.unreduced)
     x = _for_blocks(x, layout)
     return share_copies({w: np.broadcast_to(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
@@ -331,7 +347,11 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
     if dtype is not None:
         return _stack(arrays, axis).astype(dtype, casting=casting)
     arrays = [
-        a.settled if type(a) is PartitionedArray else a if on_device(a) else admit(a, "np.stack", "arrays")
+        a.settled
+        if type(a) is PartitionedArray
+        else a
+        if on_device(a) or is_slot(a)
+        else admit(a, "np.stack", "arrays")
         for a in arrays
     ]
     global_arrays = [a for a in arrays if type(a) is PartitionedArray]
@@ -349,7 +369,7 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
     arrays = [_for_blocks(a, layout) if type(a) is PartitionedArray else a for a in arrays]
     d = normal_axis("np.stack", "axis", axis, len(shape) + 1)
     stacked = _with_whole(layout, {d: len(arrays)})
-    dtype = np.result_type(*(a.dtype if type(a) is PartitionedArray else np.asarray(a).dtype for a in arrays))
+    dtype = np.result_type(*(a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype for a in arrays))
 
     def block(w: int) -> np.ndarray:
         if layout.positions(w) is None:

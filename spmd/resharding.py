@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,12 +31,14 @@ SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
 
 
 class Step:
-    """Part of a way. source, target: the layouts before and after it."""
+    """Part of a way. source, target: the layouts before and after it. axes: along which it moves something. text: what
+    it does, in words."""
+
+    axes: tuple[str, ...] = ()
+    text: ClassVar[str]
 
     def __init__(self, source: Layout, target: Layout):
         self.source, self.target = source, target
-
-    axes: tuple[str, ...] = ()
 
     def operator(self, group: Group) -> Operator | None:
         """What a worker of this group applies; None: nothing moves."""
@@ -70,12 +72,13 @@ class Step:
         return nbytes, messages
 
     def __str__(self) -> str:
-        op = self.operator(Group(self.axes, tuple(self.source.axes[n] for n in self.axes), (0,), 0))
-        return f"{type(op).__name__} over {', '.join(self.axes)}" if op is not None else "zeros but on one worker"
+        return f"{self.text} over {', '.join(self.axes)}"
 
 
 class Summed(Step):
     """The sums over axes, known to all along them."""
+
+    text = "Sum"
 
     def __init__(self, source: Layout, axes: tuple[str, ...]):
         super().__init__(source, source.with_unreduced(source.unreduced.difference(axes)))
@@ -88,6 +91,8 @@ class Summed(Step):
 class Scattered(Step):
     """The sums over axes, of which each worker gets the part that its block of the target is, along one dimension."""
 
+    text = "ReduceScatter"
+
     def __init__(self, source: Layout, target: Layout, axes: tuple[str, ...], dim: int):
         super().__init__(source, target)
         self.axes, self.dim = axes, dim
@@ -99,20 +104,23 @@ class Scattered(Step):
 
 class Moved(Step):
     """Each worker gets its box of the target from whoever holds it; of an unreduced array of all the parts of the sum,
-    which it adds. parts: the axes along which these lie, as one more dimension of the array."""
+    which it adds: it holds them all at once. parts: the axes along which these lie, as one more dimension of the
+    array: those that stay unreduced, then those over which the sum is taken."""
+
+    text = "Repartition"
 
     def __init__(self, source: Layout, target: Layout, added: tuple[str, ...] = ()):
         super().__init__(source, target)
-        self.axes, self.parts = tuple(source.axes), (*added, *(n for n in source.axes if n in target.unreduced))
-        self.added = added
+        self.axes, self.kept = tuple(source.axes), tuple(n for n in source.axes if n in target.unreduced)
+        self.parts = (*self.kept, *added)
 
     @cached_property
-    def _operator(self) -> Operator:
+    def _operator(self) -> Operator | None:
         if not self.parts:
-            return interned(Repartition, self.axes, self.source, self.target)
-        kept = tuple(n for n in self.parts if n not in self.added)
+            alike = self.source.boxes == self.target.boxes
+            return None if alike else interned(Repartition, self.axes, self.source, self.target)
         return interned(
-            Repartition, self.axes, self._stacked(self.source, self.parts), self._stacked(self.target, kept)
+            Repartition, self.axes, self._stacked(self.source, self.parts), self._stacked(self.target, self.kept)
         )
 
     def _stacked(self, layout: Layout, names: tuple[str, ...]) -> Layout:
@@ -126,7 +134,7 @@ class Moved(Step):
             )
         return Layout((n, *layout.shape), P(names or None, *layout.spec.dims), layout.axes, cuts)
 
-    def operator(self, group: Group) -> Operator:
+    def operator(self, group: Group) -> Operator | None:
         return self._operator
 
     def before(self, block: Any) -> Any:
@@ -152,6 +160,9 @@ class KeptOnce(Step):
         first = all(place[n] == 0 for n in self.target.unreduced - self.source.unreduced)
         return x if first else np.zeros_like(x)
 
+    def __str__(self) -> str:
+        return "zeros but on the first worker"
+
 
 def check_dtype_of_parts(where: str, dtype: np.dtype, argument: str | None = None) -> None:
     """Raise for arrays that cannot be unreduced, because no sum of such parts has their dtype."""
@@ -176,11 +187,11 @@ def way(mesh: Mesh, source: Layout, target: Layout, dtype: np.dtype) -> tuple[St
     key = source, target, dtype.itemsize
     found = _ways.get(key)
     if found is None:
-        ways = [[*summing, *_rest(summing[-1].target, target)] for summing in _sums(source, target)]
-        if not ways:
-            ways = [_rest(source, target)]
-        costs = [_cost(mesh, steps, dtype) for steps in ways] if len(ways) > 1 else [(0, 0)]
-        found = bounded(_ways)[key] = tuple(ways[costs.index(min(costs))])
+        ways = [[*sums, *_rest(sums[-1].target if sums else source, target)] for sums in _sums(source, target)]
+        best = (
+            ways[0] if len(ways) == 1 else min(ways, key=lambda steps: _cost(mesh, steps, dtype))
+        )  # the first of them
+        found = bounded(_ways)[key] = tuple(best)  # costs depend on the axes of the mesh, which the layouts have
     return found
 
 
@@ -191,35 +202,40 @@ def _cost(mesh: Mesh, steps: Sequence[Step], dtype: np.dtype) -> tuple[int, int]
 
 
 def _sums(source: Layout, target: Layout) -> list[list[Step]]:
-    """The ways to sum what is unreduced in the source only."""
+    """The ways to sum what is unreduced in the source only; one without steps, if there is nothing. By the number of
+    workers that hold the sums: all along these axes, then those that need them."""
     names = tuple(n for n in source.axes if n in source.unreduced - target.unreduced)
     if not names:
-        return []
+        return [[]]
     ways: list[list[Step]] = [[Summed(source, names)]]
-    kept = target.with_unreduced(source.unreduced & target.unreduced) if target.spec is not None else target
-    if (source.spec.dims, source.cuts) != (None if target.spec is None else target.spec.dims, target.cuts):
-        ways.append([Moved(source, kept, names)])
-        if (found := _scattered(source, kept, names)) is not None:
-            ways.insert(1, [found])
-    return ways
+    middle = target.with_unreduced(source.unreduced & target.unreduced) if target.spec is not None else target
+    split_alike = target.spec is not None and (source.spec.dims, source.cuts) == (target.spec.dims, target.cuts)
+    if not split_alike:
+        ways += [_scattered(source, middle, names), [Moved(source, middle, names)]]
+    return [steps for steps in ways if steps]
 
 
-def _scattered(source: Layout, target: Layout, names: Sequence[str]) -> Step | None:
-    """The sum that is split over its axes, where these split blocks of the source further along one dimension."""
+def _scattered(source: Layout, target: Layout, names: Sequence[str]) -> list[Step]:
+    """The sum that is split over axes, where these split blocks of the source further along one dimension, and then
+    summed over the others. Empty if they do not."""
     if target.spec is None:
-        return None
-    differ = [d for d, (a, b) in enumerate(zip(source.spec.dims, target.spec.dims, strict=True)) if a != b]
-    if len(differ) != 1 or any(
-        a != b for d, (a, b) in enumerate(zip(source.cuts, target.cuts, strict=True)) if d not in differ
-    ):
-        return None
+        return []
+    pairs = zip(source.spec.dims, target.spec.dims, source.cuts, target.cuts, strict=True)
+    differ = [d for d, (a, b, have, want) in enumerate(pairs) if (a, have) != (b, want)]
+    if len(differ) != 1:
+        return []
     (d,) = differ
     before, after = source.spec.dims[d], target.spec.dims[d]
-    if after[: len(before)] != before or {*after[len(before) :]} != {*names}:
-        return None
+    axes = after[len(before) :]
+    if after[: len(before)] != before or not axes or not {*axes} <= {*names}:
+        return []
     each = len(target.cuts[d]) // len(source.cuts[d])
     joined = tuple(sum(target.cuts[d][k * each : (k + 1) * each]) for k in range(len(source.cuts[d])))
-    return Scattered(source, target, after[len(before) :], d) if joined == source.cuts[d] else None
+    if joined != source.cuts[d]:
+        return []
+    rest = tuple(n for n in names if n not in axes)
+    parts = target.with_unreduced(target.unreduced.union(rest))
+    return [Scattered(source, parts, axes, d), *([Summed(parts, rest)] if rest else [])]
 
 
 def _rest(source: Layout, target: Layout) -> list[Step]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array_functions import common_mesh, of_parts
+from spmd.array_functions import common_mesh, is_short, of_parts
+from spmd.autodiff.dtypes import mean_dtype
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.rules.linalg import einsum_rule
 from spmd.autodiff.tracer import Array
@@ -78,14 +79,18 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     operands = [a if hasattr(a, "dtype") else np.asarray(a) for a in operands]
     options = dict(options or {})
     options.setdefault("optimize", all(np.dtype(a.dtype).kind in "fc" for a in operands))
+    dtypes, values = [np.dtype(a.dtype) for a in operands], [global_value(a) for a in operands]
+    dtype = np.dtype(options.get("dtype") or np.result_type(*dtypes))
+    if is_short(dtype):  # added up in a longer dtype, and rounded once
+        options = {name: option for name, option in options.items() if name != "dtype"}
+        product = contract(where, subscripts, [a.astype(mean_dtype(dtype)) for a in operands], options)
+        return product.astype(np.matmul(*[np.empty((0, 0), dtype)] * 2).dtype if where == "np.matmul" else dtype)
     arguments = Arguments(tuple(operands), {})
     shapes = tuple(tuple(np.shape(a)) for a in operands)
     parsed = _parsed(subscripts, shapes)
     if parsed is None or len(arguments.arrays) != len(operands):
         return whole(np.einsum, (subscripts, *operands), options)
     letters, out = parsed
-    dtypes, values = [np.dtype(a.dtype) for a in operands], [global_value(a) for a in operands]
-    dtype = np.dtype(options.get("dtype") or np.result_type(*dtypes))
     product = Product(
         letters,
         out,
@@ -116,7 +121,8 @@ def contract(where: str, subscripts: str, operands: Sequence[Any], options: Mapp
     out_layout = found.out.with_unreduced(unreduced)
     if ring is None and not added:
         common_mesh(where, arguments.globals)
-        return of_parts(_summing(text, (), static, None), operands, found.held, out_layout, arguments.mesh)
+        result = of_parts(_summing(text, (), static, None), operands, found.held, out_layout, arguments.mesh)
+        return result if result.ndim else result.reduced
     specs = [layout.spec if layout.balanced else layout for layout in (*found.held, out_layout)]
     return on_blocks(where, _summing, (text, added, static, ring), operands, specs[:-1], specs[-1], arguments.mesh)
 
@@ -244,7 +250,8 @@ def outer(a: Any, b: Any, out: Any = None) -> Any:
 
 @implements(np.vdot, rule=Rule.PRODUCT)
 def vdot(a: Any, b: Any, /) -> Any:
-    a, b = np.ravel(np.conj(a)), np.ravel(b)
+    a = np.asarray(a) if not hasattr(a, "dtype") else a
+    a, b = np.ravel(np.conj(a) if a.dtype.kind == "c" else a), np.ravel(b)
     _check_lengths("np.vdot", a, b, [(0, 0)])
     return contract("np.vdot", "i,i->", (a, b))
 

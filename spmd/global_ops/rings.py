@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.program import COMM
 from spmd.device import contiguous
 from spmd.global_ops.call import gather_limit
 from spmd.layout import Box, Layout, block_sizes, offsets
@@ -205,6 +206,14 @@ def ring_product(*blocks: Any, ring: Ring) -> Any:
     than may be gathered. Adjoint in an operand: `ring.adjoint`. Cost: what a worker uses and does not hold comes once,
     if operands that go round do so along one letter; else those of inner letters come once for each outer piece.
     """
+    worker = here(_WHERE)
+    if worker.program is None:
+        return _in_steps(worker.comm, blocks, ring)
+    return worker.program.call(_in_steps, (COMM, blocks, ring), effect=True, comm=worker.comm)
+
+
+def _in_steps(_comm: Any, blocks: Sequence[Any], ring: Ring) -> Any:
+    """The product, step by step; a line of programs."""
     *operands, out = ring.sides
     me, blocks = here(_WHERE).index, tuple(map(contiguous, blocks))
     dtype = dict(ring.options).get("dtype") or np.result_type(*(block.dtype for block in blocks))

@@ -30,6 +30,7 @@ from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole
 from spmd.layout import Layout, P, block_sizes, offsets
 from spmd.layout_rules import Rule
+from spmd.mesh import WORKER
 from spmd.operators.halo import halo_exchange
 from spmd.operators.repartition import repartition
 from spmd.operators.splitting import normal_axis
@@ -268,7 +269,7 @@ def reshape(a: Any, shape: Sequence[int], order: str = "C") -> Any:
         return whole(np.reshape, (a, tuple(shape)), {})
     spec = P(names)
     before, after = mesh.layout(value.shape, spec), mesh.layout(tuple(shape), spec)
-    static = ((_flat(before), _flat(after)), tuple(shape[1:]))
+    static = (before, after)
     return on_blocks("np.reshape", _reshaping, static, [a], [spec], spec, mesh)
 
 
@@ -280,10 +281,13 @@ def _flat(layout: Layout) -> Layout:
     )
 
 
-def _reshaping(flat: tuple[Layout, Layout], row: tuple[int, ...]) -> Callable[..., Any]:
+def _reshaping(before: Layout, after: Layout) -> Callable[..., Any]:
+    flat = _flat(before), _flat(after)
+
     def body(x: Any) -> Any:
-        x = repartition(np.reshape(x, (-1,)), *flat)
-        return np.reshape(x, (len(x) // max(1, math.prod(row)), *row))
+        worker = WORKER.get()
+        assert worker is not None
+        return np.reshape(repartition(np.reshape(x, (-1,)), *flat), after.block_shape(worker.index))
 
     return body
 
