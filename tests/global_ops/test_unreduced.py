@@ -421,9 +421,9 @@ def test_parameters_that_several_operations_share_cost_one_sum(mesh):
 
     def loss(p):
         w, b = p
-        return ((x @ w + b - y) ** 2).mean() + ((x @ w) ** 3).mean() + (x * w).sum()
+        return (((x + b) @ w - y) ** 2).mean() + ((x @ w) ** 3).mean() + (x * w).sum()
 
-    p = np.ones(4), np.ones(1)
+    p = np.ones(4), np.arange(4.0)
     with spmd.ledger() as log:
         gradients = spmd.grad(loss)(p)
     losses, parameters = 3, 2
@@ -433,6 +433,6 @@ def test_parameters_that_several_operations_share_cost_one_sum(mesh):
     assert log.first.operators["Sum"] == losses + parameters
     assert log.first.messages == losses + 1  # those of the parameters go together
     X, Y = x.numpy(), y.numpy()
-    r, z = X @ p[0] + p[1] - Y, X @ p[0]
-    np.testing.assert_allclose(gradients[0], 2 / 13 * X.T @ r + 3 / 13 * X.T @ z**2 + X.sum(0))
-    np.testing.assert_allclose(gradients[1], [2 * r.mean()])
+    r, z = (X + p[1]) @ p[0] - Y, X @ p[0]
+    np.testing.assert_allclose(gradients[0], 2 / 13 * (X + p[1]).T @ r + 3 / 13 * X.T @ z**2 + X.sum(0))
+    np.testing.assert_allclose(gradients[1], 2 * r.mean() * p[0])
