@@ -284,9 +284,9 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
 
 
 def _repeats(dims: Any, ndim: int) -> bool:
-    """Whether dimensions are named twice, or wrongly."""
-    found = [int(d) + ndim * (int(d) < 0) for d in dims]
-    return len({*found}) < len(found)
+    """Whether dimensions are named twice, or as if they were axes of the mesh."""
+    found = [d if isinstance(d, str) else int(d) + ndim * (int(d) < 0) for d in dims]
+    return len({*found}) < len(found) or any(isinstance(d, str) for d in found)
 
 
 @lru_cache(maxsize=1024)

@@ -186,7 +186,16 @@ def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The dimensions that an argument `axis` names, sorted; all for None."""
     if axis is None or (not ndim and np.ndim(axis) == 0 and axis in (0, -1)):
         return tuple(range(ndim))
-    each = [int(axis)] if np.ndim(axis) == 0 else [int(d) for d in axis]
+    each = [axis] if np.ndim(axis) == 0 else [*axis]
+    if any(isinstance(d, str) for d in each):
+        raise LayoutError.at(
+            where,
+            argument="axis",
+            got=repr(axis),
+            need="dimensions of the array, of all workers together",
+            mend="axis=0, or None for all",
+        )
+    each = [int(d) for d in each]
     dims = sorted(normal_axis(where, "axis", d, ndim) for d in each)
     if len(set(dims)) < len(dims):
         raise LayoutError.at(

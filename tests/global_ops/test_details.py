@@ -204,3 +204,13 @@ def test_take(indices, axis):
             np.take(u, [0.5], 0)
         with pytest.raises(IndexError):
             np.take(u, 100, 0)
+
+
+@pytest.mark.parametrize("f", [np.sum, np.mean, np.max], ids=lambda f: f.__name__)
+def test_an_axis_of_the_mesh_is_no_dimension(f):
+    with spmd.Mesh(x=2):
+        u = spmd.put(np.ones((4, 2)), P("x"))
+        with pytest.raises(spmd.errors.LayoutError, match=r"argument axis\n  got:    'x'"):
+            f(u, axis="x")
+        with pytest.raises(spmd.errors.LayoutError, match="each dimension once"):
+            f(u, axis=(0, -2))
