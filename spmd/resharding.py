@@ -117,11 +117,17 @@ class Moved(Step):
     @cached_property
     def _operator(self) -> Operator | None:
         if not self.parts:
-            alike = self.source.boxes == self.target.boxes
-            return None if alike else interned(Repartition, self.axes, self.source, self.target)
+            return None if self._is_still else interned(Repartition, self.axes, self.source, self.target)
         return interned(
             Repartition, self.axes, self._stacked(self.source, self.parts), self._stacked(self.target, self.kept)
         )
+
+    @property
+    def _is_still(self) -> bool:
+        """Whether each worker holds its block of the target already. A scalar's boxes do not say where it lies."""
+        source, target = self.source, self.target
+        same_shapes = (source.block_shape(w) == target.block_shape(w) for w in range(source.size))
+        return source.boxes == target.boxes and all(same_shapes)
 
     def _stacked(self, layout: Layout, names: tuple[str, ...]) -> Layout:
         """The layout of the parts as arrays with a dimension before the others, which these axes split."""
