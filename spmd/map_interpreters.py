@@ -248,11 +248,8 @@ def gradients(worker: Worker, of: list[Leaf], gs: Sequence[Any]) -> BodyResults:
 def _of_first(worker: Worker, g: Any, spec: Spec | None) -> Any:
     """The gradient of an argument that is unreduced along some axes, of which each worker has a copy, as one value: the
     copy of the first worker along them."""
-    names = tuple(n for n in worker.mesh.axes if isinstance(spec, P) and n in spec.unreduced)
-    if not names:
-        return g
-    place = worker.mesh.coordinates(worker.index)
-    return psum(g * (1 if all(place[n] == 0 for n in names) else 0), names)
+    names = tuple(n for n in worker.mesh.axes if spec is not None and n in spec.unreduced)
+    return psum(g * int(worker.group(names).index == 0), names) if names else g
 
 
 def _is_differentiable(x: Any) -> bool:

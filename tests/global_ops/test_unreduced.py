@@ -347,6 +347,17 @@ def test_gradients_through_parts(mesh):
     check(spmd.grad(lambda x: (jitted(x) ** 2).sum())(x), 2 * total, P("a", "b"))
 
 
+def test_gradients_of_arguments_in_uneven_parts(mesh):
+    layout = Layout((4,), P("b", unreduced={"a"}), mesh.axes, [[2, 2, 0]])
+    y, whole = with_parts(layout, mesh, 7)
+    square = spmd.map(lambda s: spmd.psum(s, "a") ** 2, layout, layout.reduced)
+    first = spmd.grad(lambda y: square(y).sum())
+    np.testing.assert_allclose(first(y).numpy(), 2 * whole)
+    second = spmd.grad(lambda y: (first(y) ** 2).sum())(y)
+    assert second.layout == layout.reduced
+    np.testing.assert_allclose(second.numpy(), 8 * whole)
+
+
 def test_what_cannot_be_unreduced_is_refused(mesh):
     for body in (lambda x: x.sum() * 1.0, lambda x: np.float64(3.0)):
         with pytest.raises(StateError, match=r"would count it once for each"):
