@@ -25,7 +25,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh
 from spmd.ownership import DONATED, donated_error, owned
 from spmd.resharding import moved_blocks, summed_blocks
-from spmd.settings import setting
+from spmd.settings import gather_limit
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
@@ -311,7 +311,7 @@ class PartitionedArray:
         """The entries, which takes all processes: collective, as `x.numpy()`. In a body, and of more than
         SPMD_GATHER_LIMIT, a description."""
         usable = WORKER.get() is None and self.blocks is not DONATED
-        if usable and (self.is_here or self.nbytes <= setting("SPMD_GATHER_LIMIT") << 20):
+        if usable and (self.is_here or self.nbytes <= gather_limit()):
             return str(self.numpy())
         return f"<{describe(self)} on {self.mesh}{self._donated_note}>"
 

@@ -35,7 +35,7 @@ def _operand(x: Any, where: str) -> Any:
     return admit(x, where)
 
 
-@implements(np.ufunc, Rule.BLOCKWISE)
+@implements(np.ufunc, rule=Rule.BLOCKWISE)
 def _blockwise(ufunc, inputs, kwargs):
     """A ufunc of operands that agree in layout, on the blocks of every worker."""
     where = f"np.{ufunc.__name__}"
@@ -259,7 +259,7 @@ def _plain(option: Any) -> Any:
     return option if option is None or option is True or option is np._NoValue else ...  # type: ignore[attr-defined]
 
 
-@implements(np.sum, Rule.SUMMED)
+@implements(np.sum, rule=Rule.SUMMED)
 def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> PartitionedArray:
     """np.sum over dimensions of the global array."""
     x = a
@@ -273,13 +273,8 @@ def _sum(a, axis=None, dtype=None, out=None, keepdims=False, **options) -> Parti
         x = relayout(x, x.mesh.layout(x.shape, split_names(x.shape, x.mesh, tuple(x.mesh.axes), summed)))
     if x.layout.unreduced and np.sum(np.zeros(0, x.dtype), dtype=dtype).dtype != x.dtype:
         x = x.reduced
-    layout, mesh = _summed_layout(x.layout, tuple(summed), keepdims), x.mesh
-
-    def block(w: int) -> np.ndarray:
-        with device_of_worker(mesh, w):
-            return as_block(np.sum(x.blocks[w], axis=tuple(summed), dtype=dtype, keepdims=keepdims))
-
-    total = PartitionedArray(mesh.shared(layout, block), layout, mesh)
+    fun = partial(np.sum, axis=tuple(summed), dtype=dtype, keepdims=keepdims)
+    total = of_parts(fun, [x], [x.layout], _summed_layout(x.layout, tuple(summed), keepdims), x.mesh)
     return total if total.ndim else total.reduced  # a number is what programs print, on one process only
 
 
@@ -301,7 +296,7 @@ def _summed_layout(layout: Layout, summed: tuple[int, ...], keepdims: bool) -> L
     return Layout(shape, spec, layout.axes, [None if d in summed else layout.cuts[d] for d in dims])
 
 
-@implements(np.broadcast_to, Rule.PERMUTED)
+@implements(np.broadcast_to, rule=Rule.PERMUTED)
 def _broadcast_to(array: PartitionedArray, shape, subok=False) -> PartitionedArray:
     x, shape = array.settled, (shape,) if np.ndim(shape) == 0 else shape
     if x.layout.spec is None and not x.ndim and len(shape):
@@ -326,7 +321,7 @@ def _with_whole(layout: Layout, new: Mapping[int, int]) -> Layout:
     return Layout(shape, P(*dims, unreduced=layout.unreduced), layout.axes, cuts)
 
 
-@implements(np.expand_dims, Rule.PERMUTED)
+@implements(np.expand_dims, rule=Rule.PERMUTED)
 def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
     x = a.settled
     ndim = x.ndim + np.size(axis)
@@ -341,19 +336,13 @@ def _expand_dims(a: PartitionedArray, axis) -> PartitionedArray:
     return share_copies({w: np.reshape(b, layout.block_shape(w)) for w, b in x.blocks.items()}, layout, x.mesh)
 
 
-@implements(np.stack, Rule.PERMUTED)
+@implements(np.stack, rule=Rule.PERMUTED)
 def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") -> PartitionedArray:
     """np.stack along a new, whole dimension."""
     if dtype is not None:
         return _stack(arrays, axis).astype(dtype, casting=casting)
-    arrays = [
-        a.settled
-        if type(a) is PartitionedArray
-        else a
-        if on_device(a) or is_slot(a)
-        else admit(a, "np.stack", "arrays")
-        for a in arrays
-    ]
+    bare = lambda a: a if on_device(a) or is_slot(a) else admit(a, "np.stack", "arrays")
+    arrays = [a.settled if type(a) is PartitionedArray else bare(a) for a in arrays]
     global_arrays = [a for a in arrays if type(a) is PartitionedArray]
     shape, mesh = global_arrays[0].shape, global_arrays[0].mesh
     if any(np.shape(a) != shape for a in arrays):
@@ -380,7 +369,7 @@ def _stack(arrays, axis=0, out=None, *, dtype=None, casting: Any = "same_kind") 
     return share_copies({w: as_block(block(w)) for w in global_arrays[0].blocks}, stacked, mesh)
 
 
-@implements(np.reshape, Rule.RESHAPED)
+@implements(np.reshape, rule=Rule.RESHAPED)
 def _reshape(a: PartitionedArray, shape, order="C", copy=None) -> PartitionedArray:
     """np.reshape, if it keeps the split dimensions."""
     x = a.settled
@@ -448,7 +437,7 @@ def _like_function(make):
 
 
 for _make in (np.zeros_like, np.ones_like, np.full_like):
-    implements(_make, Rule.KEPT)(_like_function(_make))
-implements(np.empty_like, Rule.KEPT)(_like_function(np.zeros_like))
-implements(np.real, Rule.BLOCKWISE)(lambda val: val.on_blocks(np.real))
-implements(np.imag, Rule.BLOCKWISE)(lambda val: val.on_blocks(np.imag))
+    implements(_make, rule=Rule.KEPT)(_like_function(_make))
+implements(np.empty_like, rule=Rule.KEPT)(_like_function(np.zeros_like))
+implements(np.real, rule=Rule.BLOCKWISE)(lambda val: val.on_blocks(np.real))
+implements(np.imag, rule=Rule.BLOCKWISE)(lambda val: val.on_blocks(np.imag))

@@ -43,12 +43,14 @@ def refuse_out(where: str, options: dict[str, Any]) -> None:
         )
 
 
-def implements(function: Any, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of a NumPy function for global arrays. rule: how it lays out the
-    result."""
+def implements(
+    *functions: Any, rule: Rule, table: dict[Any, Callable[..., Any]] = NATIVE
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of functions of NumPy. rule: how it lays out the result."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        NATIVE[function], RULES[function] = handler, rule
+        for function in functions:
+            table[function], RULES[function] = handler, rule
         return handler
 
     return register

@@ -167,6 +167,10 @@ class Jitted(MappedBody):
             self._check_static(flat, self._which_static(treedef, flat) or [])
             raise
 
+    _static_argument = "with the spec None"
+    """Which arguments are part of the programs, in words."""
+    _mend_of_static = "a spec for arrays, P() for one value; a frozen dataclass, a tuple in place of a list"
+
     def _check_static(self, flat: list, static: list[bool]) -> None:
         """Raise if an argument that is part of a program cannot be hashed."""
         for x, is_static in zip(flat, static, strict=True):
@@ -175,10 +179,10 @@ class Jitted(MappedBody):
             except TypeError:
                 raise JitError.at(
                     f"spmd.jit of {self.where}",
-                    argument="with the spec None",
+                    argument=self._static_argument,
                     got=describe(x),
                     need="an object that can be hashed: it is part of the program",
-                    mend="a spec for arrays, P() for one value; a frozen dataclass, a tuple in place of a list",
+                    mend=self._mend_of_static,
                 ) from None
 
     def _keep(self, entry: JitEntry, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> None:

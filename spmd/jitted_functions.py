@@ -95,18 +95,8 @@ class JittedFunction(Jitted):
     def _which_static(self, treedef: Any, flat: list) -> list[bool]:
         return [type(x) is not PartitionedArray and not is_variable(x) for x in flat]
 
-    def _check_static(self, flat: list, static: list[bool]) -> None:
-        for x, is_static in zip(flat, static, strict=True):
-            try:
-                hash(x if is_static else None)
-            except TypeError:
-                raise JitError.at(
-                    f"spmd.jit of {self.where}",
-                    argument="that is no array",
-                    got=describe(x),
-                    need="an object that can be hashed: it is part of the program",
-                    mend="a frozen dataclass; spmd.tree.register(cls) for one that holds arrays",
-                ) from None
+    _static_argument = "that is no array"
+    _mend_of_static = "a frozen dataclass; spmd.tree.register(cls) for one that holds arrays"
 
     # Recording
 

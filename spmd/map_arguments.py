@@ -367,8 +367,9 @@ class MapMixing(Join):
 
     def summed(self, gs, values):
         places = [k for k, (g, value) in enumerate(zip(gs, values, strict=True)) if _needs_sum(g, value)]
-        for k, g in zip(places, reduced_together([gs[k] for k in places]) if len(places) > 1 else (), strict=False):
-            gs[k] = g
+        if len(places) > 1:
+            for k, g in zip(places, reduced_together([gs[k] for k in places]), strict=True):
+                gs[k] = g
         return gs
 
     def settle(self, g, value):

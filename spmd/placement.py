@@ -216,12 +216,13 @@ def cut(data: np.ndarray, layout: Layout, mesh: Mesh) -> dict[int, np.ndarray]:
 
     Along unreduced axes the first worker has the block, and the others zeros.
     """
-    if layout.unreduced:
+    parts = tuple(n for n in layout.axes if n in layout.unreduced)
+    if parts:
         check_dtype_of_parts("an unreduced layout", data.dtype)
 
     def block(w: int) -> np.ndarray:
         own = at_worker(data, w)
-        if layout.unreduced and any(layout.coordinates(w)[n] for n in layout.unreduced):
+        if parts and mesh.group(w, parts).index:
             return owned_on(mesh, np.zeros_like(own, shape=layout.block_shape(w)), w)
         return owned_on(mesh, own[layout.slices(w)] if own.ndim else _scalar_block(own, layout, w), w)
 

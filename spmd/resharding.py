@@ -24,7 +24,7 @@ from spmd.operators.repartition import Repartition
 from spmd.operators.sums import Sum
 from spmd.transport.call import Group
 
-__all__ = ["SHOWN", "Step", "check_dtype_of_parts", "moved_blocks", "summed_blocks", "way"]
+__all__ = ["SHOWN", "check_dtype_of_parts", "moved_blocks", "summed_blocks"]
 
 SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
 """Whether arrays that are laid out anew are shown: see `spmd.debug`."""
@@ -48,7 +48,7 @@ class Step:
         """What the operator takes of a block."""
         return block
 
-    def after(self, worker: int, x: Any) -> Any:
+    def after(self, worker: Worker, x: Any) -> Any:
         """A block of the target, from what the operator gives."""
         return x
 
@@ -57,7 +57,7 @@ class Step:
         op, block = self.operator(group), self.before(block)
         if op is not None and group.size > 1:
             block = launch(op, block, worker, None)()[0]
-        return self.after(worker.index, block)
+        return self.after(worker, block)
 
     def cost(self, mesh: Mesh, dtype: np.dtype) -> tuple[int, int]:
         """The bytes that all workers send, and the messages."""
@@ -103,9 +103,9 @@ class Scattered(Step):
 
 
 class Moved(Step):
-    """Each worker gets its box of the target from whoever holds it; of an unreduced array of all the parts of the sum,
-    which it adds: it holds them all at once. parts: the axes along which these lie, as one more dimension of the
-    array: those that stay unreduced, then those over which the sum is taken."""
+    """Each worker gets its box of the target from a worker that holds it; of an unreduced array it gets all parts of
+    the sum, which it adds: it holds them all at once. parts: the axes along which these lie, as one more dimension of
+    the array: those that stay unreduced, then those over which the sum is taken."""
 
     text = "Repartition"
 
@@ -146,11 +146,11 @@ class Moved(Step):
     def before(self, block: Any) -> Any:
         return block[None] if self.parts else block
 
-    def after(self, worker: int, x: Any) -> Any:
+    def after(self, worker: Worker, x: Any) -> Any:
         if not self.parts:
             return x
-        if self.target.positions(worker) is None:
-            return np.reshape(x, self.target.block_shape(worker))
+        if self.target.positions(worker.index) is None:
+            return np.reshape(x, self.target.block_shape(worker.index))
         return one_line(_total, (x,))
 
 
@@ -161,10 +161,10 @@ def _total(parts: Any) -> Any:
 class KeptOnce(Step):
     """A value that workers have copies of, as the sum of it on the first of them and zeros on the others."""
 
-    def after(self, worker: int, x: Any) -> Any:
-        place = self.target.coordinates(worker)
-        first = all(place[n] == 0 for n in self.target.unreduced - self.source.unreduced)
-        return x if first else np.zeros_like(x)
+    def after(self, worker: Worker, x: Any) -> Any:
+        added = self.target.unreduced - self.source.unreduced
+        group = worker.group(tuple(n for n in self.target.axes if n in added))
+        return x if group.index == 0 else np.zeros_like(x)
 
     def __str__(self) -> str:
         return "zeros but on the first worker"
@@ -194,10 +194,9 @@ def way(mesh: Mesh, source: Layout, target: Layout, dtype: np.dtype) -> tuple[St
     found = _ways.get(key)
     if found is None:
         ways = [[*sums, *_rest(sums[-1].target if sums else source, target)] for sums in _sums(source, target)]
-        best = (
-            ways[0] if len(ways) == 1 else min(ways, key=lambda steps: _cost(mesh, steps, dtype))
-        )  # the first of them
-        found = bounded(_ways)[key] = tuple(best)  # costs depend on the axes of the mesh, which the layouts have
+        # Costs depend on the axes of the mesh only, which the layouts have. Of equal ones the first way is taken.
+        best = min(ways, key=lambda steps: _cost(mesh, steps, dtype)) if len(ways) > 1 else ways[0]
+        found = bounded(_ways)[key] = tuple(best)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from spmd.errors import MeshError
 from spmd.spellings import closest
 
-__all__ = ["SETTINGS", "check_all", "chosen_setting", "complaints", "setting"]
+__all__ = ["SETTINGS", "check_all", "chosen_setting", "complaints", "gather_limit", "setting"]
 
 
 class _Setting(NamedTuple):
@@ -128,3 +128,8 @@ def chosen_setting(where: str, option: str, value: str | None) -> str | None:
             else f'{option}="{closest(value, values)}"',
         )
     return value
+
+
+def gather_limit() -> int:
+    """The bytes that a worker may gather of global arrays."""
+    return setting("SPMD_GATHER_LIMIT") << 20

@@ -6,17 +6,17 @@ the `Together`: what is called on it becomes a line of every program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from spmd.autodiff.staging.function_tables import refuse
-from spmd.autodiff.staging.program import COMM, mapped
+from spmd.autodiff.staging.program import mapped
 from spmd.autodiff.staging.recorder import NO_KWARGS, Program, is_slot, slots
 from spmd.errors import JitError, describe
 
-__all__ = ["RECORDING", "Together", "at_worker", "check_values", "collective", "recorded_by"]
+__all__ = ["RECORDING", "Together", "at_worker", "check_values", "recorded_by"]
 
 RECORDING: ContextVar[Together | None] = ContextVar("spmd_recording", default=None)
 """The programs that record a function of global arrays; None where none is recorded."""
@@ -116,13 +116,6 @@ def check_values(x: Any, where: str, mend: str) -> None:
     for block in filter(is_slot, x.__spmd_parts__()):
         block.program.failed = error = refuse(where, x, mend)
         raise error
-
-
-def collective(worker: Any, fun: Callable[[Any, Any], Any], x: Any) -> Any:
-    """fun(communicator, x), which moves data, on a worker; a line of its program, where one is recorded."""
-    if worker.program is None:
-        return fun(worker.comm, x)
-    return worker.program.call(fun, (COMM, x), effect=True, comm=worker.comm)
 
 
 @contextmanager

@@ -23,14 +23,13 @@ from spmd.mapping import Mapped
 from spmd.mesh import Mesh
 from spmd.operators.memo import bounded
 from spmd.operators.splitting import normal_axis
-from spmd.settings import setting
+from spmd.settings import gather_limit
 
 __all__ = [
     "Arguments",
     "as_spec",
     "check_gathered",
     "dims_of",
-    "gather_limit",
     "global_of",
     "global_value",
     "is_array",
@@ -202,11 +201,6 @@ def dims_of(where: str, axis: Any, ndim: int) -> tuple[int, ...]:
             where, argument="axis", got=str(axis), need="each dimension once", mend=f"axis={tuple(sorted(set(dims)))}"
         )
     return tuple(dims)
-
-
-def gather_limit() -> int:
-    """The bytes that a worker may gather."""
-    return setting("SPMD_GATHER_LIMIT") << 20
 
 
 def check_gathered(where: str, arrays: Sequence[PartitionedArray], mend: str) -> None:

@@ -21,13 +21,14 @@ from spmd.autodiff.rules.linalg import einsum_rule
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, describe
 from spmd.global_ops.assignments import Product, assign
-from spmd.global_ops.call import Arguments, check_gathered, dims_of, gather_limit, global_value, on_blocks
+from spmd.global_ops.call import Arguments, check_gathered, dims_of, global_value, on_blocks
 from spmd.global_ops.registry import implements
 from spmd.global_ops.rings import Ring, Side, ring_product
 from spmd.global_ops.whole import whole
 from spmd.layout_rules import Rule
 from spmd.operators.reduce import psum
 from spmd.operators.splitting import normal_axis
+from spmd.settings import gather_limit
 
 __all__ = ["contract"]
 

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-from spmd.global_functions import MAPPED
-from spmd.layout_rules import RULES, Rule
+from spmd import global_functions
 
 __all__ = ["implements"]
 
-
-def implements(*functions: Any, rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of functions of NumPy. rule: how it lays out the result."""
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            MAPPED[function], RULES[function] = handler, rule
-        return handler
-
-    return register
+implements = partial(global_functions.implements, table=global_functions.MAPPED)
+"""`global_functions.implements` for functions that are run as maps."""

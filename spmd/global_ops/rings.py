@@ -19,10 +19,10 @@ import numpy as np
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.staging.program import COMM
 from spmd.device import contiguous
-from spmd.global_ops.call import gather_limit
 from spmd.layout import Box, Layout, block_sizes, offsets
 from spmd.mesh import here
 from spmd.operators.repartition import indexed, within
+from spmd.settings import gather_limit
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import read_only
 from spmd.transport.plan import PlaceBoxes, Plan
