@@ -17,7 +17,7 @@ from spmd.autodiff.allocation import owns_memory
 from spmd.autodiff.dtypes import cotangent_dtype
 from spmd.autodiff.sanitizers import FINITE, Watched, check_finite
 from spmd.autodiff.staging.recorder import one_line
-from spmd.autodiff.tape import Bundle, Future, Like, Node, Tape, underscored
+from spmd.autodiff.tape import STEP, Bundle, Future, Like, Node, Tape, underscored
 from spmd.errors import DifferentiationError
 
 __all__ = ["fit", "is_sole_owner", "sweep", "unbroadcast"]
@@ -214,7 +214,7 @@ def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
         dropped, pulls, parents = parents[0], pulls[::-1], parents[::-1]
     for k, pull in enumerate(pulls):
         parent = parents[k]
-        if prim.defer is not None and parent.prim is None:
+        if prim.defer is not None and parent.prim is None and parent.place is not STEP:
             future = prim.defer(cotangents.sweep_state, g, parent, *args[1:])
             if future is not None:
                 cotangents.deferred.setdefault(parent, []).append(future)

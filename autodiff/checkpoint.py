@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,14 @@ from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
 from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
 from spmd.autodiff.staging.recorder import slot_of
-from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording
+from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import innermost, lower, name_of, on, places, refuse_handles, stated, unstated
 from spmd.autodiff.transforms import joint
 from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
-__all__ = ["checkpoint"]
+__all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "recomputed", "sketches", "traced_by"]
 
 
 @api_boundary
@@ -63,7 +63,7 @@ def checkpoint(
     @boundary_like(fun)
     def wrapped(*args, **kwargs):
         tapes = ACTIVE.get()
-        if not tapes or any(t not in tapes for t in _tapes(tree.leaves((args, kwargs)))):
+        if not tapes or any(t not in tapes for t in traced_by(tree.leaves((args, kwargs)))):
             return fun(*args, **kwargs)  # nothing is differentiated, or elsewhere: by a tape of another thread
         static = places(static_argnums, len(args))
         static_kwargs = {k: v for k, v in kwargs.items() if k in names}
@@ -80,7 +80,7 @@ def checkpoint(
                 arguments[i] = a
             return fun(*arguments, **more, **static_kwargs)
 
-        return _checkpointed(call, leaves, tapes, _where(fun))
+        return recomputed(call, leaves, tapes, _where(fun))
 
     return wrapped
 
@@ -107,8 +107,10 @@ def _where(fun: Callable) -> str:
     return f"checkpoint of {name_of(fun)}" + (f", {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
 
 
-def _checkpointed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str):
+def recomputed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str, loop: Any = None):
     """`call(leaves)`, on each of the tapes (outermost first) as one node, whose pullback runs `call` again.
+
+    loop: what runs the call first, and makes its pullback, if that is a loop whose steps are recorded one by one.
 
     It runs with its leaves below all tapes, so that these record only what it closes over. That goes to side tapes,
     which show on which nodes the results depend, and are dropped.
@@ -120,16 +122,13 @@ def _checkpointed(call: Callable, leaves: list, tapes: Sequence[Tape], where: st
     for tape in reversed(tapes):
         levels.append([lower(x, tape) for x in levels[-1]])
     *levels, values = levels
-    side_tapes = [Tape() for _ in tapes]
-    with _redirected(zip(tapes, side_tapes, strict=True)):
-        out = call(values)
+    out, closed = _first_run(call, values, tapes) if loop is None else loop.first_run(values, tapes)
     outs, out_tree = tree.flatten(out)
     refuse_handles(outs, where, "result")
     for o in outs:
-        foreign = [t not in tapes for t in _tapes([o])]
+        foreign = [t not in tapes for t in traced_by([o])]
         if sorted(foreign) != foreign:  # a recorded result is hidden below a tape of another thread
             raise _traced_elsewhere(where)
-    closed = [_closure_nodes(tape, side_tape, outs) for tape, side_tape in zip(tapes, side_tapes, strict=True)]
     for tape in reversed(tapes):
         outs = [lower(o, tape) for o in outs]
     first = None
@@ -138,43 +137,49 @@ def _checkpointed(call: Callable, leaves: list, tapes: Sequence[Tape], where: st
         if differentiated or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
             places = {k: _place(x.node) for k, x in differentiated.items()}
-            first = first or _FirstRun(outs, out_tree)
-            replay = _Replay(call, places, tape, closed[i], inner, where, first)
-            pull = functools.partial(replay.pull, [lower(x, tape) for x in level_leaves])
+            first = first or FirstRun([sketches(o) for o in outs], out_tree)
+            again = (Replay if loop is None else loop.replay)(call, places, tape, closed[i], inner, where, first)
+            pull = functools.partial(again.pull, [lower(x, tape) for x in level_leaves])
             outs = joint(where, tape, [*(x.node for x in differentiated.values()), *closed[i]], outs, pull)
     return tree.unflatten(out_tree, outs)
+
+
+def _first_run(call: Callable, values: list, tapes: Sequence[Tape]) -> tuple[Any, list[list[Node]]]:
+    """The results, and of each tape the nodes on which they depend."""
+    side_tapes = [Tape() for _ in tapes]
+    with redirected(zip(tapes, side_tapes, strict=True)):
+        out = call(values)
+    outs = tree.leaves(out)
+    return out, [closure_nodes(tape, side, outs) for tape, side in zip(tapes, side_tapes, strict=True)]
 
 
 def _place(node: Node) -> Place | None:
     return node.place if node.prim is None else None
 
 
-class _FirstRun:
-    """Sketches of the results of the first run, to compare with the second."""
+class FirstRun(NamedTuple):
+    """Sketches of the results of the first run, to compare with the second, and their structure."""
 
-    __slots__ = ("sketches", "structure")
-
-    def __init__(self, outs: list, structure: Any):
-        self.structure = structure
-        self.sketches = [_sketches(o) for o in outs]
+    sketches: list[list[Sketch | None]]
+    structure: Any
 
 
-def _sketches(x: Any) -> list[Sketch | None]:
+def sketches(x: Any) -> list[Sketch | None]:
     """The sketches of a result: one, or one for each local block of a global array."""
     data = slot_of(value_of(x))
     parts = getattr(data, "__spmd_parts__", None)
     return [sketch(slot_of(part)) for part in (parts() if parts is not None else [data])]
 
 
-class _Replay:
+class Replay:
     """The pullback of a checkpointed call, which runs the call again.
 
     It does not keep the leaves below the tape: they may be on an outer tape, which would then refer to itself.
 
     differentiated: by position, the differentiated leaves, and their places if they are leaves of the tape.
-    closed: other nodes of the tape on which the call depends. Only if there are any is the tape itself kept, because
-    arrays that the call closes over refer to it.
-    inner: inner tapes, on which the call records what it closes over; that is discarded.
+    closed: other nodes of the tape on which the call depends.
+    inner: inner tapes, on which the call records what it closes over; that is discarded. Only if there are any of both
+    is the tape itself kept: arrays that the call closes over refer to it, or must be of an inner one.
     first: the sketches of the first run's results.
     """
 
@@ -188,11 +193,11 @@ class _Replay:
         closed: list[Node],
         inner,
         where: str,
-        first: _FirstRun,
+        first: FirstRun,
     ):
         self.call = call
         self.differentiated = differentiated
-        self.tape = tape if closed else None
+        self.tape = tape if closed or inner else None
         self.closed = closed
         self.inner = inner
         self.where = where
@@ -203,7 +208,7 @@ class _Replay:
             return [unstated(g) for g in self.swept(values, gs)]
         # For tapes further out this is a computation that holds as little as the call itself.
         n = len(values)
-        leaf_cotangents = _checkpointed(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], ACTIVE.get(), self.where)
+        leaf_cotangents = recomputed(lambda xs: self.swept(xs[:n], xs[n:]), [*values, *gs], ACTIVE.get(), self.where)
         return [unstated(g) for g in leaf_cotangents]
 
     def swept(self, values: list, gs: list) -> list:
@@ -220,7 +225,7 @@ class _Replay:
             outs = [lower(o, t) for o in outs]
         proxies = {id(node): side_tape.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
         side_ids = set(map(id, side_tape.nodes))
-        device_flags = self.compare(outs, structure, values, side_tape)
+        device_flags = self.compare(self.first, outs, structure, values, side_tape)
 
         def local_node(node: Any) -> Any:
             """The node on the side tape that stands for a given node."""
@@ -241,19 +246,19 @@ class _Replay:
         states += [None] * len(proxies)
         return [None if g is None else stated(g, state) for g, state in zip(leaf_cotangents, states, strict=True)]
 
-    def compare(self, outs: list, structure: Any, values: list, side_tape: Tape) -> list[Any]:
+    def compare(self, first: FirstRun, outs: list, structure: Any, values: list, side_tape: Tape) -> list[Any]:
         """Raise if the second run's results differ from the first's by more than rounding.
 
         For results on a device it returns booleans on the device, true where they differ, without a wait.
         """
-        if structure != self.first.structure:
+        if structure != first.structure:
             raise self.different_function()
         tolerance, rounding_slack, device_flags = None, None, []
         for k, out in enumerate(outs):
-            first, second = self.first.sketches[k], _sketches(out)
-            if len(first) != len(second):
+            known, second = first.sketches[k], sketches(out)
+            if len(known) != len(second):
                 raise self.different_value(k, out)
-            for before, now in zip(first, second, strict=True):
+            for before, now in zip(known, second, strict=True):
                 if before is None or now is None:
                     if before is not now:
                         raise self.different_value(k, out)
@@ -272,19 +277,21 @@ class _Replay:
                     warnings.warn(str(maybe), RuntimeWarning, stacklevel=2)
         return device_flags
 
+    redirected = staticmethod(redirected)
+
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
         """The tape on which the call records, and the one that gets its nodes."""
         discarded = [(t, Tape()) for t in self.inner]
         if self.tape is None:
-            with recording(once=True) as tape, _redirected(discarded):
+            with recording(once=True) as tape, self.redirected(discarded):
                 yield tape, tape
             return
         side_tape = Tape(once=True)
         token = ACTIVE.set((*ACTIVE.get(), self.tape))
         try:
             # Several threads may call a pullback; one at a time redirects the tape.
-            with self.tape.lock, _redirected([(self.tape, side_tape), *discarded]):
+            with self.tape.lock, self.redirected([(self.tape, side_tape), *discarded]):
                 yield self.tape, side_tape
         finally:
             ACTIVE.reset(token)
@@ -329,7 +336,7 @@ def _traced_elsewhere(where: str) -> Exception:
     )
 
 
-def _tapes(leaves: list) -> Iterator[Tape]:
+def traced_by(leaves: list) -> Iterator[Tape]:
     """The tapes of some leaves, of all levels."""
     for x in leaves:
         while type(x) is Array:
@@ -338,7 +345,7 @@ def _tapes(leaves: list) -> Iterator[Tape]:
             x = x.value
 
 
-def _closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
+def closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
     """The nodes of a tape on which the side tape or the results depend."""
     nodes = [p for node in side_tape.nodes for p in node.parents if p is not None]
     for o in outs:
@@ -348,17 +355,3 @@ def _closure_nodes(tape: Tape, side_tape: Tape, outs: list) -> list[Node]:
             o = o.value
     side_ids = set(map(id, side_tape.nodes))
     return list({id(n): n for n in nodes if id(n) not in side_ids}.values())
-
-
-@contextmanager
-def _redirected(pairs: Iterable[tuple[Tape, Tape]]) -> Iterator[None]:
-    """Within the block, recording on the first tape of each pair goes to the second."""
-    pairs = list(pairs)
-    before = [(tape.open, tape.varied_copies) for tape, _ in pairs]
-    for tape, side_tape in pairs:
-        tape.open, tape.varied_copies = side_tape.nodes, {}
-    try:
-        yield
-    finally:
-        for (tape, _), (nodes, varied_copies) in zip(pairs, before, strict=True):
-            tape.open, tape.varied_copies = nodes, varied_copies

@@ -9,7 +9,7 @@ A cotangent is a linear functional under the plain pairing sum(g * x), without a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import RLock
@@ -21,7 +21,10 @@ from spmd.autodiff.sanitizers import FINITE, WATCHING, Watched
 from spmd.autodiff.tree import Leaf
 from spmd.errors import ClosureError, DifferentiationError, message
 
-__all__ = ["ACTIVE", "Bundle", "Future", "Like", "Node", "Place", "Tape", "recording", "suspended"]
+__all__ = [
+    *("ACTIVE", "STEP", "Bundle", "Future", "Like", "Node", "Place", "Tape", "recording", "redirected"),
+    "suspended",
+]
 
 _levels = itertools.count(1)
 ACTIVE: ContextVar[tuple[Tape, ...]] = ContextVar("spmd_active_tapes", default=())
@@ -67,6 +70,11 @@ Place = tuple[int, Leaf | None]
 """The index of a differentiated argument, and a leaf of its tree."""
 
 
+STEP: Place = (-1, None)
+"""The place of a leaf that stands for a value of a loop at the start of a step. Its cotangent is never deferred: it is
+summed in the order in which the terms arrive, as that of any value within a tape."""
+
+
 class Node(Like):
     """One recorded result.
 
@@ -98,9 +106,10 @@ class Tape:
     open: what recording appends to: `nodes`, or an object that raises.
     varied_copies: operands converted to other states, cached so that their cotangents are summed before they are sent.
     varied_scalars: by id, the nodes of scalars that were converted because another operand had another state.
+    outer: while a step is recorded apart, what `open` and `varied_copies` are outside of it, and the step's nodes.
     """
 
-    __slots__ = ("level", "lock", "nodes", "once", "open", "varied_copies", "varied_scalars")
+    __slots__ = ("level", "lock", "nodes", "once", "open", "outer", "varied_copies", "varied_scalars")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
@@ -109,6 +118,7 @@ class Tape:
         self.open: Any = self.nodes
         self.lock = RLock()
         self.varied_copies: dict[Any, Any] = {}
+        self.outer: tuple[Any, dict[Any, Any], list[Node]] | None = None
         self.varied_scalars: dict[int, Node] = {}
 
     def leaf(self, shape, dtype, place: Place | None = None) -> Node:
@@ -116,6 +126,20 @@ class Tape:
         node.place = place
         self.open.append(node)
         return node
+
+    @contextmanager
+    def before_step(self, node: Node) -> Iterator[None]:
+        """Within the block a node from outside of the step that is recorded now is used outside of it too."""
+        outer = self.outer
+        if outer is None or any(n is node for n in outer[2]):
+            yield
+            return
+        before, self.outer = (self.open, self.varied_copies), None
+        self.open, self.varied_copies, _ = outer
+        try:
+            yield
+        finally:
+            (self.open, self.varied_copies), self.outer = before, outer
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
         """Make recording raise: a traced array has outlived its transformation, or crossed into a body."""
@@ -235,3 +259,24 @@ class Bundle:
             self.parts[k] if k in self.parts else np.zeros_like(like, shape=r.shape, dtype=r.dtype)
             for k, r in enumerate(results)
         )
+
+
+@contextmanager
+def redirected(
+    pairs: Iterable[tuple[Tape, Tape]], *, step: bool = False, varied: Mapping[Tape, dict[Any, Any]] | None = None
+) -> Iterator[None]:
+    """Within the block, recording on the first tape of each pair goes to the second.
+
+    step: the block is a step of a loop: what varies a node from outside is recorded outside, once for all steps.
+    varied: by tape, the varied copies of nodes from outside, if not those of now."""
+    pairs = list(pairs)
+    before = [(tape.open, tape.varied_copies, tape.outer) for tape, _ in pairs]
+    for tape, side_tape in pairs:
+        copies = tape.varied_copies if varied is None else varied.get(tape, {})
+        tape.outer = (tape.open, copies, side_tape.nodes) if step else None
+        tape.open, tape.varied_copies = side_tape.nodes, {}
+    try:
+        yield
+    finally:
+        for (tape, _), (nodes, copies, outer) in zip(pairs, before, strict=True):
+            tape.open, tape.varied_copies, tape.outer = nodes, copies, outer

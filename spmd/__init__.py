@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from spmd.inner_product import inner, norm
     from spmd.jitted_functions import jit
     from spmd.linear import linear_operator
+    from spmd.loops import cond, fori_loop, scan, while_loop
     from spmd.operators.all_to_all import all_to_all, pswapaxes, ragged_all_to_all
     from spmd.operators.at_root import at_root
     from spmd.operators.gather import all_gather, pslice, psum_scatter
@@ -90,11 +91,13 @@ __all__ = [
     "check_grads",
     "check_vjp",
     "checkpoint",
+    "cond",
     "custom_jvp",
     "custom_vjp",
     "debug",
     "eye",
     "float0",
+    "fori_loop",
     "freeze",
     "from_blocks",
     "from_callback",
@@ -148,6 +151,7 @@ __all__ = [
     "repartition",
     "replicate",
     "reshard",
+    "scan",
     "scatter",
     "sendrecv",
     "shift",
@@ -161,6 +165,7 @@ __all__ = [
     "value_and_grad",
     "varying",
     "vjp",
+    "while_loop",
     "worker_index",
     "zeros",
 ]
@@ -181,6 +186,7 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.functions": ("log_softmax", "relu", "softmax_cross_entropy"),
             "spmd.global_ops.resharding": ("reshard",),
             "spmd.linear": ("linear_operator",),
+            "spmd.loops": ("cond", "fori_loop", "scan", "while_loop"),
             "spmd.operators.at_root": ("at_root",),
             "spmd.operators.all_to_all": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
             "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),

@@ -66,6 +66,10 @@ class Frontend(Protocol):
         """x in the dtype that corresponds to this NumPy dtype."""
         ...
 
+    def stack(self, xs: Sequence[Any]) -> Any:
+        """Arrays of one shape as one, along a new first dimension."""
+        ...
+
     def total(self, x: Any, dims: tuple[int, ...], dtype: np.dtype | None = None) -> Any:
         """The sum over dimensions in this NumPy dtype; None: in the dtype that the library chooses."""
         ...

@@ -337,9 +337,14 @@ def move_to_layout(x, source: Layout | None, target: Layout | None, mesh: Mesh, 
 def copied_to_all(x, mesh: Mesh) -> Any:
     """A bare array, traced or not, as a global one that every worker holds. One that is traced is copied once: the
     cotangents of all operations that use it meet before their sum."""
-    value = value_of(x)
-    copies = x.tape.varied_copies if type(x) is Array and x.tape is not None else {}
-    key = getattr(x, "node", None), mesh
+    if type(x) is not Array or x.tape is None:
+        return _copied_once(x, mesh, {})
+    with x.tape.before_step(x.node):
+        return _copied_once(x, mesh, x.tape.varied_copies)
+
+
+def _copied_once(x: Any, mesh: Mesh, copies: dict[Any, Any]) -> Any:
+    value, key = value_of(x), (getattr(x, "node", None), mesh)
     copy = copies.get(key)
     if copy is None:
         copy = copies[key] = move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))

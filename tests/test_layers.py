@@ -44,6 +44,7 @@ LEVELS = [
     {"mapping"},
     {"global_ops"},
     {"array_api"},
+    {"loops"},
     {"jit_entry"},
     {"jitted"},
     {"jitted_functions"},

@@ -91,6 +91,13 @@ def vary(x: Array, state: State) -> Array:
         return x
     if x.tape is None:
         return Array(x.value, state)
+    if x.tape.outer is not None:
+        with x.tape.before_step(x.node):
+            return _varied_once(x, state)
+    return _varied_once(x, state)
+
+
+def _varied_once(x: Array, state: State) -> Array:
     key, varied_copies = (x.node, state), x.tape.varied_copies
     varied = varied_copies.get(key)
     if varied is None:

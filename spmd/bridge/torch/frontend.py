@@ -90,6 +90,9 @@ class TorchFrontend:
     def cast(self, x: torch.Tensor, dtype: np.dtype) -> torch.Tensor:
         return x.to(torch_dtype(dtype))
 
+    def stack(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([*xs])
+
     def total(self, x: torch.Tensor, dims: tuple[int, ...], dtype: np.dtype | None = None) -> torch.Tensor:
         if dtype is None:
             return x.sum(dims) if dims else x

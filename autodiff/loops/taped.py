@@ -1,0 +1,111 @@
+"""One step of a loop on a tape of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.apply import weak
+from spmd.autodiff.backward import sweep
+from spmd.autodiff.checkpoint import closure_nodes
+from spmd.autodiff.tape import STEP, Node, Tape
+from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.transform_arguments import kind_of, lower, on, unstated
+
+__all__ = ["Cotangents", "StepTape", "floating"]
+
+
+class Cotangents:
+    """Cotangents between two steps of a backward sweep; None where there is none.
+
+    carry: of the carry between them. slices: of the slices of the later step, by position. closed: of the closed-over
+    nodes so far, by id. ys, earlier: of what the step that comes next in the sweep collects, and the one after it.
+    """
+
+    __slots__ = ("carry", "closed", "earlier", "slices", "ys")
+
+    def __init__(self, carry: Sequence[Any], slices: Mapping[int, Any], closed: Mapping[int, Any]):
+        self.carry, self.slices, self.closed = carry, slices, closed
+        self.ys: Sequence[Any] = ()
+        self.earlier: Sequence[Any] = ()
+
+
+def floating(leaves: Sequence[Any]) -> set[int]:
+    """The positions of the leaves that have derivatives."""
+    return {k for k, x in enumerate(leaves) if kind_of(x) in ("f", "c")}
+
+
+class StepTape:
+    """A step that ran with its leaves on a tape, whose nodes went to a side tape; and its pullback.
+
+    tape: the one that records the loop. side: where the nodes of this step went.
+    leaves: by position, the nodes of the differentiated leaves: first those of the carry, then the slices.
+    inner: inner tapes, on which the step records what it closes over; the results are brought below them.
+    carry, ys: what the step returned. closed: the nodes from outside on which it depends, in order of their use.
+    same: (j, k) where ys[j] is the carry's leaf k, which so has cotangents from two sides.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        tape: Tape,
+        side: Tape,
+        carry: Sequence[Any],
+        x: Sequence[Any],
+        traced: Collection[int],
+        inner: Sequence[Tape] = (),
+    ):
+        self.tape, self.side = tape, side
+        self.leaves: dict[int, Node] = {}
+        values = [*carry, *x]
+        for k in sorted(traced):
+            value = values[k]
+            shape, dtype = np.shape(value_of(value)), getattr(value, "dtype", None)
+            self.leaves[k] = side.leaf(shape, weak(value_of(value)) if dtype is None else dtype, STEP)
+            values[k] = Array(unstated(value), getattr(value, "state", None), tape, self.leaves[k])
+        self.carry, self.ys = step(values[: len(carry)], values[len(carry) :])
+        for t in reversed(inner):
+            self.carry, self.ys = ([lower(y, t) for y in part] for part in (self.carry, self.ys))
+        self.closed = closure_nodes(tape, side, [*self.carry, *self.ys])
+        self.same = [
+            (j, k)
+            for j, y in enumerate(self.ys)
+            for k, c in enumerate(self.carry)
+            if on(y, tape) and on(c, tape) and y.node is c.node
+        ]
+        self._proxies: dict[int, Node] = {}
+
+    def traced_carry(self) -> set[int]:
+        """The positions of the carry that the step returns traced."""
+        return {k for k, x in enumerate(self.carry) if on(x, self.tape)}
+
+    def pull(self, cotangents: Cotangents, at_end: bool, *, free: bool) -> Cotangents:
+        """The cotangents of what the step before this one returns, of the slices, and of the closed-over nodes.
+
+        cotangents: of what this step returns, and of closed-over nodes from later steps, to which those of this step
+        are added term by term, as in a sweep over all steps. at_end: whether no step follows."""
+        side = self.side
+        if not self._proxies:
+            self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
+            for node in side.nodes:
+                node.parents = [self._proxies.get(id(p), p) for p in node.parents]
+        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
+        twice = dict(self.same)
+        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
+        seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
+        own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
+        for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
+            if on(out, self.tape):
+                seeds.append((self._proxies.get(id(out.node), out.node), g))
+        nodes = [*self.leaves.values(), *self._proxies.values()]
+        found = sweep(side, [(node, unstated(g)) for node, g in seeds if g is not None], nodes, free=free)
+        of_leaves = dict(zip(self.leaves, found, strict=False))
+        count = len(self.carry)
+        closed = dict(zip(self._proxies, found[len(self.leaves) :], strict=True))
+        return Cotangents(
+            [of_leaves.get(k) for k in range(count)],
+            {k - count: g for k, g in of_leaves.items() if k >= count and g is not None},
+            {**cotangents.closed, **{k: g for k, g in closed.items() if g is not None}},
+        )

@@ -1,0 +1,6 @@
+def cond(*a):
+    raise NotImplementedError
+
+
+def while_loop(*a):
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+def current():
+    return None
+
+
+def recorded(*a):
+    raise NotImplementedError
