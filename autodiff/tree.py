@@ -134,7 +134,7 @@ def shown_paths(structure: Any) -> Sequence[str]:
     """The path of each leaf of a structure: `['w'][0].mean`."""
     try:
         return _shown_paths(structure)
-    except TypeError:  # keys or metadata that cannot be hashed
+    except (TypeError, ValueError):  # keys or metadata that cannot be hashed, or compared
         return _shown_paths.__wrapped__(structure)
 
 

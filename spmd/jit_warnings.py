@@ -34,7 +34,7 @@ class _Call(NamedTuple):
 
 
 class Recordings:
-    """The recordings of one map, or function: how many, and the last calls of each kind if all of them were recorded."""
+    """The recordings of a map, or function: how many, and the last calls of each kind if all of them were recorded."""
 
     def __init__(self, has_specs: bool) -> None:
         self.has_specs = has_specs
@@ -83,7 +83,8 @@ def _shown(x: Any) -> str:
 def _text(where: str, calls: list[_Call], has_specs: bool) -> str | None:
     """The warning for calls that were recorded one after the other: the first argument that changed in each."""
     *_, before, last = calls
-    structures = [call.structure for call in calls]
+    # Hashes, because parts of structures and of keys may not be comparable.
+    structures = [hash(call.structure) for call in calls]
     if all(a != b for a, b in pairwise(structures)):
         lone = [p for p in last.paths if p not in before.paths] or [p for p in before.paths if p not in last.paths]
         argument = lone[0] if lone else None
@@ -91,7 +92,7 @@ def _text(where: str, calls: list[_Call], has_specs: bool) -> str | None:
         mend = "arguments of one structure: arrays that hold what lists of changing length hold"
     elif all(a == b for a, b in pairwise(structures)):
         pairs = list(pairwise(calls))
-        changed = [k for k in range(len(last.keys)) if all(a.keys[k] != b.keys[k] for a, b in pairs)]
+        changed = [k for k in range(len(last.keys)) if all(hash(a.keys[k]) != hash(b.keys[k]) for a, b in pairs)]
         if not changed:
             return None
         k = changed[0]

@@ -456,14 +456,19 @@ def _scale(grads: Any, max_norm: Any) -> Any:
             relative = total / limit / limit
             fits = (total > 1e-20) & (relative < np.inf)  # no relevant underflow, on any worker
             fast = _scale_to(relative)
-        if not is_slot(value_of(fits)) and value_of(fits):
+        if not _is_recorded(fits) and value_of(fits):
             return fast
     # Squares may overflow or underflow: divide first, in float64.
     limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
     scaled = tree.map(lambda g: g / limit, grads)
     scale = _scale_to(np.real(inner(scaled, scaled)))
     # A recorded program computes both, and decides in every run. A product with float64 is exact for shorter dtypes.
-    return np.where(fits, fast, scale) if is_slot(value_of(fits)) else scale
+    return np.where(fits, fast, scale) if _is_recorded(fits) else scale
+
+
+def _is_recorded(x: Any) -> bool:
+    value = value_of(x)
+    return any(map(is_slot, value.__spmd_parts__() if type(value) is PartitionedArray else (value,)))
 
 
 def _scale_to(relative_square: Any) -> Any:
