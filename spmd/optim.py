@@ -18,7 +18,7 @@ from spmd.array import PartitionedArray, device_of_worker
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import checked, is_slot
+from spmd.autodiff.staging.recorder import checked, is_slot, one_line
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, describe, message
@@ -458,12 +458,29 @@ def _scale(grads: Any, max_norm: Any) -> Any:
             fast = _scale_to(relative)
         if not _is_recorded(fits) and value_of(fits):
             return fast
-    # Squares may overflow or underflow: divide first, in float64.
     limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
-    scaled = tree.map(lambda g: g / limit, grads)
-    scale = _scale_to(np.real(inner(scaled, scaled)))
+    scale = _scale_to(_scaled_square(grads, limit, fits))
     # A recorded program computes both, and decides in every run. A product with float64 is exact for shorter dtypes.
     return np.where(fits, fast, scale) if _is_recorded(fits) else scale
+
+
+def _scaled_square(grads: Any, limit: Any, fits: Any) -> Any:
+    """The square of the norm of grads / limit, in float64. Squares may overflow or underflow, so division comes first.
+
+    fits: whether a recorded program does without, in which case a body leaves the squares out."""
+    leaves = tree.leaves(grads)
+    in_body = all(type(x) is Array and x.tape is None for x in (fits, *leaves)) and is_slot(value_of(fits))
+    if in_body and getattr(limit, "tape", None) is None and not fits.state.varying:
+        limit, skip = value_of(limit), value_of(fits)
+        parts = [Array(one_line(_square_unless, (skip, g.value, limit)), g.state) for g in leaves]
+        return inner(parts, [1.0] * len(parts))
+    scaled = tree.map(lambda g: g / limit, grads)
+    return np.real(inner(scaled, scaled))
+
+
+def _square_unless(skip: Any, g: np.ndarray, limit: Any) -> Any:
+    quotient = None if skip else g / limit
+    return np.float64(0) if quotient is None else np.sum(quotient * quotient)
 
 
 def _is_recorded(x: Any) -> bool:

@@ -426,6 +426,21 @@ def test_gradients_through_recorded_clipping():
                 np.testing.assert_allclose(run(g).numpy(), wanted, rtol=1e-12)
 
 
+def test_gradients_by_the_bound_of_recorded_clipping():
+    mesh = spmd.Mesh(x=2)
+    body = lambda g, most: spmd.sum(optim.clip_by_global_norm(g, most) ** 3, "x")
+    run = mesh.map(body, (P("x"), P()), P())
+    inside = mesh.map(lambda g, most: spmd.grad(body, 1)(g, most), (P("x"), P()), P())
+    g = spmd.put(draw(5), P("x"), mesh)
+    for scale in (1.0, 1e-30):  # the second: squares that are too small
+        arrays = g * scale, np.float64(0.5 * scale)
+        wanted = spmd.grad(lambda g, most: (optim.clip_by_global_norm(g, most) ** 3).sum(), 1)(
+            g.numpy() * scale, arrays[1]
+        )
+        for f in (spmd.grad(run, 1), spmd.grad(spmd.jit(run), 1), inside, spmd.jit(inside)):
+            np.testing.assert_allclose(np.asarray(f(*arrays)), wanted, rtol=1e-12)
+
+
 def test_inner_products_of_global_arrays_are_recorded():
     for n in (1, 2, 3):
         mesh = spmd.Mesh(x=n)
