@@ -373,6 +373,7 @@ def jit(f: Callable) -> Jitted:
     numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans,
     arguments of maps with the spec None, and arguments of functions that are no arrays are part of the program: f runs
     again for other ones. A function runs on the mesh of its first global array, or that of the enclosing `with mesh:`.
+    A map or function that is recorded in three calls in a row warns, with the argument that changes.
 
     Second derivatives from outside run the body, as without spmd.jit. So does every call inside `spmd.debug` or a
     ledger, and every call on a GPU.

@@ -13,6 +13,8 @@ import spmd
 from spmd import P, optim
 from spmd.optim import SGDState
 
+pytestmark = pytest.mark.host("nothing is recorded on a GPU")
+
 
 def warned(f: Any, *calls: tuple) -> list[str]:
     """The warnings of these calls, which must point at this file."""
