@@ -113,7 +113,7 @@ class HaloExchange(Halo):
         return extended, plans.bound
 
     def only_plan(self, group: Group, x: np.ndarray, nothing: bool = False) -> Plan | NeedsLengths | None:
-        """The plan of an exchange that takes one, or what gives it once lengths are learnt; None if it takes several."""
+        """The plan of an exchange that takes one, or what gives it once lengths are learnt; else None."""
         unknown, extends_one = self._unknown(group, x.ndim), self._extends_one(group, x.ndim)
         if unknown and extends_one:
             line, near = unknown[0]
