@@ -131,18 +131,18 @@ class HaloExchange(Halo):
 
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
         """The plan, if the block is extended along one dimension only: it fills all of the result."""
-        plan = self.cached_plan(group, x)
+        plan = self.cached_plan(group, x.shape, x.dtype)
         if plan is None:
             return None
         combine: Any = plan.combine
         return replace(plan, combine=replace(combine, in_place=combine.buffer.is_around(x)))
 
-    def cached_plan(self, group: Group, x: np.ndarray, nothing: bool = False) -> Plan | None:
+    def cached_plan(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> Plan | None:
         """The only plan of an earlier exchange of such a block, if it fills all of the result."""
-        key = group, x.shape, x.dtype, nothing
+        key = group, shape, dtype, nothing
         cached = self._plans.get(key)
         plans = cached
-        if plans is None and self._extends_one(group, x.ndim):
+        if plans is None and self._extends_one(group, len(shape)):
             plans = self._cached_learnt_plans.get(key)
         if plans is None or plans.buffer is None or len(plans.steps) != 1:
             return None

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from operator import index
 from typing import Any, ClassVar, cast
 
@@ -120,6 +121,7 @@ class Stencil(Operator):
         ends = self._boundaries(len(widths))
         split = [any(sides[a] > 1 for a in axes) for axes in self.spec.dims] + [False] * len(widths)
         open_ = [d for d, w in enumerate(widths) if any(w) and (split[d] or ends[d] == "periodic")]
+        open_.sort(key=split.__getitem__)  # the last exchange is one with others: see `SumNeighbours.together`
         exchanges = []
         for d, learnt in zip(open_, self.learnt or (None,) * len(open_), strict=True):
             along_d = tuple(w if e == d else (0, 0) for e, w in enumerate(widths))
@@ -134,9 +136,20 @@ class Stencil(Operator):
             return Done((read_only(self._sums(x, self._reach)), rebound(self, learnt=())))
         if x.size > _SMALL_BLOCK:
             return Chained(self._apply_to_slabs(comm, group, x, call))
-        if len(exchanges) > 1:
-            return Chained(self._apply_to_block(comm, group, x, call))
-        return self._exchange(comm, group, exchanges[0][1], x, call, partial(self._summed, group, ()))
+        return self.go_on(comm, group, x, call, ())
+
+    def go_on(self, comm: Comm, group: Group, x: Any, call: Call, bounds: Sequence[Any]) -> Handle:
+        *earlier, (_, last) = self._begin(group)[len(bounds) :]
+        if earlier:
+            return Chained(self._in_turn(comm, group, x, call, bounds))
+        learnt = [bound.learnt for bound in bounds]
+        return self._exchange(comm, group, last, x, call, partial(self._summed, group, learnt))
+
+    def _in_turn(self, comm: Comm, group: Group, x: np.ndarray, call: Call, bounds: Sequence[Any]):
+        for _, halo in self._begin(group)[len(bounds) : -1]:
+            x, bound = yield self._exchange(comm, group, halo, x, call)
+            bounds = *bounds, bound
+        return (yield self.go_on(comm, group, x, call, bounds))
 
     def _exchange(
         self,
@@ -155,14 +168,6 @@ class Stencil(Operator):
             return comm.run(only._replace(plan=lambda lengths: then(only.plan(lengths))), call, x)
         assert only is not None
         return comm.run(then(only), call, x)
-
-    def _apply_to_block(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
-        *earlier, (_, last) = self._begin(group)
-        learnt = []
-        for _, halo in earlier:
-            x, bound = yield self._exchange(comm, group, halo, x, call)
-            learnt.append(bound.learnt)
-        return (yield self._exchange(comm, group, last, x, call, partial(self._summed, group, learnt)))
 
     def _summed(self, group: Group, learnt: Sequence[Any], plan: Plan) -> Plan:
         """The plan of the last exchange with the stencil after it. learnt: by the exchanges before."""
@@ -192,12 +197,20 @@ class Stencil(Operator):
     def out_shape(self, group: Group, shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> tuple[int, ...]:
         return shapes[group.index]
 
-    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | Plans | None:
         exchanges = self._begin(group)
-        if x.size > _SMALL_BLOCK or len(exchanges) != 1:
+        if x.size > _SMALL_BLOCK or not exchanges:
             return None
-        plan = exchanges[0][1].cached_plan(group, x, nothing=True)
-        return None if plan is None else self._summed(group, (), plan)
+        steps, shape, learnt = [], [*x.shape], []
+        for d, halo in exchanges:
+            plan = halo.cached_plan(group, tuple(shape), x.dtype, nothing=True)
+            if plan is None:
+                return None
+            steps.append(plan)
+            learnt.append(plan.bind(()).learnt)
+            shape[d] += sum(self._reach[d])
+        steps[-1] = self._summed(group, learnt[:-1], steps[-1])
+        return steps[0] if len(steps) == 1 else Plans(tuple(steps), self, x.shape)
 
     def _apply_to_slabs(self, comm: Comm, group: Group, x: np.ndarray, call: Call):
         """The inside of the block is computed from the block, entries near its faces from slabs with their halos."""
@@ -219,10 +232,10 @@ class Stencil(Operator):
         bound = rebound(self, learnt=tuple(learnt))
         for d, slab in slabs.items():
             (low, high), thick = self._reach[d], sum(self._reach[d])
+            del halos[d]  # the slab has those of the exchanges before
             for e, (before, after) in halos.items():
-                if e > d:
-                    ends = [_ends(halo, d, low + thick, high + thick) for halo in (before, after)]
-                    slab = _joined(e, ends[0], slab, ends[1])
+                ends = [_ends(halo, d, low + thick, high + thick) for halo in (before, after)]
+                slab = _joined(e, ends[0], slab, ends[1])
             if 2 * thick >= x.shape[d]:
                 return read_only(self._sums(slab, self._padding(group))), bound
             self._sum_faces(y, slab, d, self._padding(group))
@@ -247,7 +260,8 @@ class Stencil(Operator):
         steps, block = [], [*shape]
         for d, halo in self._begin(group):
             slab = block.copy()
-            slab[d] = min(shape[d], 2 * sum(self._reach[d]))
+            if prod(shape) > _SMALL_BLOCK:
+                slab[d] = min(shape[d], 2 * sum(self._reach[d]))
             steps += halo.plan(group, tuple(slab), dtype, nothing=True).steps
             block[d] += sum(self._reach[d])
         return Plans(tuple(steps), self, shape)
