@@ -1,7 +1,8 @@
 """A stencil over an array in blocks: the same weighted sum of neighbours everywhere, whoever holds them.
 
-It is the halo exchange followed by the kernel, without the copy of the block that a halo around it would take: the
-inside of the block is computed from the block, while only slabs along its faces get a halo, and are computed again.
+It is the halo exchange followed by the kernel. Of a large block it makes no copy, as a halo around it would: the inside
+is computed from the block, while only slabs along its faces get a halo, and are computed again. A small block gets the
+halo itself, which takes fewer calls; the last exchange and the kernel are then one plan (`SumNeighbours`).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Stencil(Operator):
 
     spec: the axes that split each dimension; `axes` are its axes. offsets: an int per dimension each. weights: a real
     number for each. boundary: "zero" or "periodic", for all dimensions or one for each. learnt: of each exchange of
-    halos the lengths of its slabs, as far as they matter, once met. Its adjoint is the stencil of the negated offsets.
+    halos the lengths of the blocks or slabs, as far as they matter, once met. Its adjoint is the stencil of the negated offsets.
     """
 
     spec: P = _WHOLE
@@ -129,8 +130,9 @@ class Stencil(Operator):
         return exchanges
 
     def start(self, comm: Comm, group: Group, x: Any, call: Call) -> Handle:
-        """Each exchange sends edges of the block with the halos of the earlier ones, whether the block or slabs get
-        them. So each worker chooses for itself: by the number of entries, so that the adjoint chooses alike."""
+        """Each exchange sends the edges of the block with the halos of the earlier ones, whether the block or slabs get
+        a halo. So each worker chooses for itself: by the number of entries, so that the adjoint makes the same choice.
+        """
         exchanges = self._begin(group)
         if not exchanges:
             return Done((read_only(self._sums(x, self._reach)), rebound(self, learnt=())))
