@@ -59,7 +59,9 @@ class Stencil(Operator):
 
     spec: the axes that split each dimension; `axes` are its axes. offsets: an int per dimension each. weights: a real
     number for each. boundary: "zero" or "periodic", for all dimensions or one for each. learnt: of each exchange of
-    halos the lengths of the blocks or slabs, as far as they matter, once met. Its adjoint is the stencil of the negated offsets.
+    halos the lengths of the blocks or slabs, as far as they matter, once met.
+
+    Its adjoint is the stencil of the negated offsets.
     """
 
     spec: P = _WHOLE

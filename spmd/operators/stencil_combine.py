@@ -54,7 +54,7 @@ class SumNeighbours(Combine):
         return self.halo.begin(plan, x, borrowed)
 
     def together(self, plans: Sequence[Plan], shapes: Sequence[Shape]) -> Callable[[list[Any]], list[Any]] | None:
-        """One stencil of all blocks along the line: for small blocks a call of the kernel takes longer than its sums."""
+        """One stencil of all blocks along the line: a call of the kernel takes longer than small sums."""
         d, (low, high) = self.halo.d, self.reach
         starts, before, after = starts_of([shape[d] for shape in shapes]), shapes[0][:d], shapes[0][d + 1 :]
         n = starts[-1]
