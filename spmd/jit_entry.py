@@ -38,20 +38,8 @@ class JitEntry:
     """
 
     __slots__ = (
-        *(
-            "back",
-            "closed",
-            "layouts",
-            "number",
-            "of",
-            "places",
-            "programs",
-            "shapes",
-            "static",
-            "structures",
-            "treedef",
-        ),
-        *("variable", "verifies", "verifies_back"),
+        *("back", "closed", "layouts", "number", "of", "places", "programs", "shapes", "static", "structures"),
+        *("treedef", "variable", "verifies", "verifies_back"),
     )
 
     def __init__(self, number: int, of: Sequence[int] = ()):

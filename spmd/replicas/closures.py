@@ -18,11 +18,7 @@ __all__ = ["closed_arrays", "note_closure"]
 
 
 def note_closure(
-    axes: tuple[str, ...],
-    replicas: Replicas,
-    where: str,
-    arrays: list[tuple[str, np.ndarray]],
-    turns: dict[Any, int],
+    axes: tuple[str, ...], replicas: Replicas, where: str, arrays: list[tuple[str, Any]], turns: dict[Any, int]
 ) -> None:
     """Note the arrays that a body closes over, with their names. They must be equal along `axes`."""
     for name, x in arrays:
