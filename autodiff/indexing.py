@@ -68,16 +68,20 @@ def _add_into(out, index, v) -> None:
 
 
 def _scattered(g, shape, index):
-    return _scatter(g, shape, index) if type(g) is np.ndarray else one_line(_scatter, (g, shape, index), fresh=True)
+    scatter = _scatter_once if _is_basic(index) or _is_mask(index) else _scatter
+    return scatter(g, shape, index) if type(g) is np.ndarray else one_line(scatter, (g, shape, index), fresh=True)
+
+
+def _scatter_once(g, shape, index):
+    """For an index that takes each entry at most once."""
+    out = np.zeros(shape, g.dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape)
+    out[index] = g
+    return out
 
 
 def _scatter(g, shape, index):
-    once = _is_basic(index) or _is_mask(index)
-    dtype = g.dtype if once else cotangent_dtype(g.dtype) or g.dtype
+    dtype = cotangent_dtype(g.dtype) or g.dtype
     out = np.zeros(shape, dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape, dtype=dtype)
-    if once:
-        out[index] = g
-        return out
     _add_into(out, index, g)
     return out if out.dtype == g.dtype else out.astype(g.dtype)
 
@@ -88,7 +92,7 @@ def _added(total, g, _shape, index):
     return total
 
 
-SUMS_IN_PLACE[_scatter] = _added, lambda args: _is_basic(args[2])
+SUMS_IN_PLACE[_scatter_once] = _added, lambda args: _is_basic(args[2])
 
 
 @primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])
