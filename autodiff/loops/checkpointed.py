@@ -13,7 +13,7 @@ from spmd.autodiff.checkpoint import FirstRun, Replay, closure_nodes, recomputed
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
 from spmd.autodiff.loops.taped import Cotangents, StepTape, floating
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, redirected
-from spmd.autodiff.transform_arguments import lower
+from spmd.autodiff.transform_arguments import lower, on
 
 __all__ = ["checkpointed"]
 
@@ -128,6 +128,8 @@ class _LoopReplay(Replay):
                 raise self.different_function()
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
             known = known._replace(sketches=[sketches(x) for x in carry])
+            if at == n - 1:
+                gs = self._without_outer(run, gs, now.closed)
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
             now = run.pull(now, at == n - 1, free=True)
             for k, g in now.slices.items():
@@ -137,6 +139,19 @@ class _LoopReplay(Replay):
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]
         return found
+
+    def _without_outer(self, run: StepTape, gs: Sequence[Any], closed: dict[int, Any]) -> list[Any]:
+        """The cotangents gs without those of ys that are values from outside of the loop. These are added to `closed`
+        before those of the steps, as in a sweep over all steps, which begins with the stacked ys."""
+        gs, ids = list(gs), set(map(id, run.closed))
+        for k, y in reversed([*enumerate(run.ys, self.loop.count)]):
+            if gs[k] is None or not on(y, run.tape) or id(y.node) not in ids:
+                continue
+            for g in gs[k]:
+                before = closed.get(id(y.node))
+                closed[id(y.node)] = g if before is None else before + g
+            gs[k] = None
+        return gs
 
     def _states(self, values: Sequence[Any]) -> dict[int, list[Any]]:
         """The carries that the first run kept; run again where it was below other tapes."""

@@ -91,12 +91,13 @@ class StepTape:
             self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
             for node in side.nodes:
                 node.parents = [self._proxies.get(id(p), p) for p in node.parents]
-        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
+        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step; of
+        # several ys that of the last one, as in a sweep over all steps.
         twice = dict(self.same)
-        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
+        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in reversed(self.same) if k in self.leaves]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
-        for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
+        for out, g in zip([*self.carry, *self.ys[::-1]], [*cotangents.carry, *own[::-1]], strict=True):
             if on(out, self.tape):
                 seeds.append((self._proxies.get(id(out.node), out.node), g))
         nodes = [*self.leaves.values(), *self._proxies.values()]
