@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
 from spmd.autodiff.checkpoint import closure_nodes
-from spmd.autodiff.tape import STEP, Node, Tape
+from spmd.autodiff.tape import STEP, Node, Place, Tape
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of, lower, on, unstated
 
@@ -42,9 +43,10 @@ class StepTape:
 
     tape: the one that records the loop. side: where the nodes of this step went.
     leaves: by position, the nodes of the differentiated leaves: first those of the carry, then the slices.
+    places: by position, the places of leaves of the whole loop, whose cotangents may be deferred.
     inner: inner tapes, on which the step records what it closes over; the results are brought below them.
     carry, ys: what the step returned. closed: the nodes from outside on which it depends, in order of their use.
-    same: (j, k) where ys[j] is the carry's leaf k, which so has cotangents from two sides.
+    same: (j, k) where ys[j] is the carry's leaf k (the first of several), which so has cotangents from two sides.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class StepTape:
         x: Sequence[Any],
         traced: Collection[int],
         inner: Sequence[Tape] = (),
+        places: Mapping[int, Place | None] = MappingProxyType({}),
     ):
         self.tape, self.side = tape, side
         self.leaves: dict[int, Node] = {}
@@ -63,18 +66,15 @@ class StepTape:
         for k in sorted(traced):
             value = values[k]
             shape, dtype = np.shape(value_of(value)), getattr(value, "dtype", None)
-            self.leaves[k] = side.leaf(shape, weak(value_of(value)) if dtype is None else dtype, STEP)
+            dtype = weak(value_of(value)) if dtype is None else dtype
+            self.leaves[k] = side.leaf(shape, dtype, places.get(k, STEP))
             values[k] = Array(unstated(value), getattr(value, "state", None), tape, self.leaves[k])
         self.carry, self.ys = step(values[: len(carry)], values[len(carry) :])
         for t in reversed(inner):
             self.carry, self.ys = ([lower(y, t) for y in part] for part in (self.carry, self.ys))
         self.closed = closure_nodes(tape, side, [*self.carry, *self.ys])
-        self.same = [
-            (j, k)
-            for j, y in enumerate(self.ys)
-            for k, c in enumerate(self.carry)
-            if on(y, tape) and on(c, tape) and y.node is c.node
-        ]
+        of_carry = {id(c.node): k for k, c in reversed([*enumerate(self.carry)]) if on(c, tape)}
+        self.same = [(j, of_carry[id(y.node)]) for j, y in enumerate(self.ys) if on(y, tape) and id(y.node) in of_carry]
         self._proxies: dict[int, Node] = {}
 
     def traced_carry(self) -> set[int]:

@@ -17,7 +17,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
-from spmd.layout import P
+from spmd.layout import Layout, P
 from spmd.loops.recorded import current, recorded
 from spmd.loops.steps import Step, carry_leaves, check_function, check_leaf, where_of
 from spmd.mesh import WORKER
@@ -131,8 +131,11 @@ def _whole_first(x: Any) -> Any:
     bare = value_of(x)
     if type(bare) is not PartitionedArray or not bare.ndim or len(bare.layout.cuts[0]) == 1:
         return x
-    spec = bare.layout.spec
-    return reshard(x, P() if spec is None else P(None, *spec[1:], unreduced=spec.unreduced))
+    layout, spec = bare.layout, bare.layout.spec
+    if spec is None:
+        return reshard(x, P())
+    whole = P(None, *(names or None for names in spec.dims[1:]), unreduced=spec.unreduced)
+    return reshard(x, Layout(layout.shape, whole, layout.axes, (None, *layout.cuts[1:]), copies=layout.copies))
 
 
 def _length(where: str, slices: Sequence[Any], paths: Sequence[str], length: int | None) -> int:

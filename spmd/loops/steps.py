@@ -14,6 +14,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import name_of, refuse_handles
 from spmd.errors import LayoutError, describe, one_or_all
 from spmd.frontends import frontend
+from spmd.global_ops.resharding import reshard
 from spmd.mesh import WORKER
 
 __all__ = ["Step", "carry_leaves", "check_function", "check_leaf", "fixed", "is_number", "where_of"]
@@ -83,7 +84,9 @@ def _layout(x: Any) -> Any:
 def _reduced(x: Any) -> Any:
     """A global array without unreduced axes; anything else unchanged."""
     bare = value_of(x)
-    return x.reduced if type(bare) is PartitionedArray and bare.layout.unreduced else x
+    if type(bare) is not PartitionedArray or not bare.layout.unreduced:
+        return x
+    return x.reduced if type(x) is PartitionedArray else reshard(x, bare.layout.reduced)
 
 
 def fixed(where: str, path: str, before: Any, after: Any) -> Any:
@@ -108,11 +111,16 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
         raise LayoutError.at(
             where,
             argument=named,
-            got=describe(after),
-            need=f"{describe(before)}, as the step takes it: {need} throughout the loop",
+            got=_described(after),
+            need=f"{_described(before)}, as the step takes it: {need} throughout the loop",
             mend=mend,
         )
     return after
+
+
+def _described(x: Any) -> str:
+    """A leaf for errors; of a traced global array its layout."""
+    return describe(x.value if type(x) is Array and type(x.value) is PartitionedArray else x)
 
 
 def _difference(before: Any, after: Any) -> tuple[str, str] | None:
