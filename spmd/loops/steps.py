@@ -137,9 +137,9 @@ def _difference(before: Any, after: Any) -> tuple[str, str] | None:
     if had == has:
         return None
     if type(value_of(before)) is PartitionedArray and type(value_of(after)) is PartitionedArray:
-        same = had.spec == has.spec and not (had.unreduced or has.unreduced)
-        layouts = f", {had!r}, and not {has!r}" if same else ""
-        return f"one layout{layouts}", "spmd.reshard(x, spec) in the step, or of the initial value"
+        if had.spec == has.spec or had.spec is None:
+            return f"one layout, {had!r}, and not {has!r},", "spmd.reshard(x, layout) at the end of the step"
+        return "one layout", f"spmd.reshard(x, {had.spec}) at the end of the step"
     if hasattr(had, "varying") and hasattr(has, "varying"):
         more = sorted(has.varying - had.varying)
         if more:

@@ -84,8 +84,8 @@ CARRIES = [
                 lambda x: scan(lambda c, _: ((c[0] + x, c[1]), None), (np.zeros((1, 2)), 0.0))()[0][0], EVEN[:2]
             ),
             "spmd.scan of <lambda>: the carry[0], which a step returns",
-            "Varying(data) array float64[2, 2]",
-            "Invariant array float64[2, 2], as the step takes it: one state throughout the loop",
+            "Varying(data) array float64[1, 2]",
+            "Invariant array float64[1, 2], as the step takes it: one state throughout the loop",
             "spmd.pvary(x, 'data') of the initial value",
         ),
         (
@@ -102,7 +102,7 @@ CARRIES = [
             THE_CARRY,
             "PartitionedArray float64[3, 2] laid out by P(None, 'data')",
             "laid out by P('data', None), as the step takes it: one layout throughout the loop",
-            "spmd.reshard(x, spec) in the step",
+            "spmd.reshard(x, P('data', None)) at the end of the step",
         ),
         (
             "the cuts of a layout",
@@ -110,7 +110,7 @@ CARRIES = [
             THE_CARRY,
             "laid out by P('data', None)",
             "one layout, Layout((3, 2), P('data', None)",
-            "spmd.reshard(x, spec)",
+            "spmd.reshard(x, layout) at the end",
         ),
         (
             "an array of NumPy into a global one",
