@@ -12,15 +12,14 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.loops.checkpointed import checkpointed
 from spmd.autodiff.loops.schedules import Policy, policy_of
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
 from spmd.layout import Layout, P
 from spmd.loops.recorded import recorded, stacked, unrolled
 from spmd.loops.recording import current
-from spmd.loops.steps import Step, carry_leaves, check_function, check_leaf, where_of
-from spmd.mesh import WORKER
+from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, check_leaf, where_of
 from spmd.tracebacks import api_boundary
 
 __all__ = ["fori_loop", "scan"]
@@ -119,11 +118,7 @@ def _integer(where: str, name: str, x: Any) -> int:
 def _array(where: str, x: Any, argument: str) -> Any:
     """A leaf of xs as an array, with its state in a body that tracks states."""
     check_leaf(where, x, argument)
-    if type(x) in (Array, PartitionedArray) or frontend(x) is not None:
-        return x
-    worker = WORKER.get()
-    x = x if hasattr(x, "shape") else np.asarray(x)
-    return x if worker is None or worker.frontend is not None else worker.carrying(x, worker.state())
+    return array_leaf(x if hasattr(x, "shape") else np.asarray(x))
 
 
 def _whole_first(x: Any) -> Any:

@@ -16,8 +16,12 @@ from spmd.errors import LayoutError, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
 from spmd.mesh import WORKER
+from spmd.state import State
 
-__all__ = ["Step", "carry_leaves", "check_function", "check_leaf", "fixed", "is_number", "where_of"]
+__all__ = [
+    *("Step", "array_leaf", "carry_leaves", "check_function", "check_leaf", "fixed", "is_number"),
+    *("layout_of_leaf", "state_of_leaf", "where_of"),
+]
 
 
 def where_of(function: str, f: Callable) -> str:
@@ -44,7 +48,7 @@ def carry_leaves(where: str, leaves: Sequence[Any], paths: Sequence[str], argume
     refuse_handles(list(leaves), where, argument)
     for x, path in zip(leaves, paths, strict=True):
         check_leaf(where, x, f"{argument}{path}")
-    return [_as_array(x) for x in leaves]
+    return [array_leaf(x) for x in leaves]
 
 
 def check_leaf(where: str, x: Any, argument: str) -> None:
@@ -61,15 +65,15 @@ def check_leaf(where: str, x: Any, argument: str) -> None:
     )
 
 
-def _as_array(x: Any) -> Any:
-    """A leaf of a carry as an array, with its state in a body that tracks states."""
-    if type(x) in (Array, PartitionedArray) or frontend(x) is not None:
-        return x
+def array_leaf(x: Any) -> Any:
+    """An array or a number with its state, in a body that tracks states; anything else unchanged."""
     worker = WORKER.get()
-    return x if worker is None or worker.frontend is not None else worker.carrying(x, worker.state())
+    if worker is None or worker.frontend is not None or type(x) in (Array, PartitionedArray) or frontend(x) is not None:
+        return x
+    return worker.carrying(x, worker.state())
 
 
-def _layout(x: Any) -> Any:
+def layout_of_leaf(x: Any) -> Any:
     """How a value lies: its state in a body, its layout outside; None for bare data."""
     if type(x) is Array:
         bare = value_of(x)
@@ -79,6 +83,12 @@ def _layout(x: Any) -> Any:
     known = frontend(x)
     worker = WORKER.get()
     return known.state(x) if known is not None and worker is not None and worker.tracked else None
+
+
+def state_of_leaf(x: Any) -> State | None:
+    """The state of a value in a body; None outside, and for bare data."""
+    found = layout_of_leaf(x)
+    return found if isinstance(found, State) else None
 
 
 def _reduced(x: Any) -> Any:
@@ -98,14 +108,11 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
         if np.shape(slot_of(value_of(after))) == ():
             return after
     elif is_number(after) and before.shape == ():
-        after = _as_array(np.asarray(after, before.dtype) if type(after) is not Array else after)
+        after = array_leaf(np.asarray(after, before.dtype) if type(after) is not Array else after)
         if type(after) is Array and is_number(after):
             after = after.astype(before.dtype)
     if type(value_of(before)) is PartitionedArray and not value_of(before).layout.unreduced:
         after = _reduced(after)
-    bare_data = type(before) is not Array and type(after) is Array and after.tape is None and _layout(before) is None
-    if bare_data and not is_number(before) and hasattr(after, "dtype"):
-        return after  # in a body that knows no states before its first operation
     if what := _difference(before, after):
         need, mend = what
         raise LayoutError.at(
@@ -133,9 +140,9 @@ def _difference(before: Any, after: Any) -> tuple[str, str] | None:
     if after.dtype != before.dtype:
         cast = f"x.astype({str(before.dtype)!r})" if frontend(before) is None else f"x.to({before.dtype})"
         return "one dtype", f"{cast} in the step, or another dtype of the initial value"
-    had, has = _layout(before), _layout(after)
-    if had == has:
-        return None
+    had, has = layout_of_leaf(before), layout_of_leaf(after)
+    if had == has or (had is None and type(after) is Array and after.tape is None):
+        return None  # also of bare data, in a body that knows no states before its first operation
     if type(value_of(before)) is PartitionedArray and type(value_of(after)) is PartitionedArray:
         if had.spec == has.spec or had.spec is None:
             return f"one layout, {had!r}, and not {has!r},", "spmd.reshard(x, layout) at the end of the step"
