@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import re
 import tracemalloc
 
 import numpy as np
 import pytest
+from launch import ROOT
 
 import spmd
 from spmd import P
@@ -90,6 +92,12 @@ def test_sqrt_and_policies():
     assert asked == [9]
     assert calls_of_a_step(30, None) == 30
     assert [calls_of_a_step(1, k) for k in (1, 2, "sqrt")] == [2, 2, 2]
+
+
+def test_the_table_on_the_page_is_true():
+    rows = re.findall(r"^\| `([^`]+)`.*\| ([\d,]+) \|$", (ROOT / "docs" / "loops.md").read_text(), re.MULTILINE)
+    counts = {name: int(count.replace(",", "")) for name, count in rows}
+    assert counts == {"None": 1000, "10": calls_of_a_step(1000, 10), '"sqrt"': calls_of_a_step(1000, "sqrt")}
 
 
 def test_without_a_gradient_each_step_runs_once():
