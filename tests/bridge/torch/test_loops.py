@@ -15,7 +15,7 @@ from spmd.errors import LayoutError  # noqa: E402
 pytestmark = pytest.mark.host("tensors of these tests lie on the host")
 
 
-def plain(f, init, xs, reverse=False):
+def plain(f, init, xs, reverse=False, checkpoint=None):
     carry, rows = init, []
     for x in reversed(xs) if reverse else xs:
         carry, y = f(carry, x)
@@ -29,15 +29,16 @@ def step(u, x):
     return u, spt.psum((u * u).sum(), "x")
 
 
+@pytest.mark.parametrize("checkpoint", [None, 2])  # which changes nothing: torch's tape keeps its values
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("workers", "points"), [(1, 4), (2, 5), (4, 3)])
-def test_a_scan_is_a_loop(workers, points, reverse):
+def test_a_scan_is_a_loop(workers, points, reverse, checkpoint):
     start = torch.linspace(-1, 1, points, dtype=torch.float64)
     forces = torch.from_numpy(np.cos(np.arange(5.0 * points)).reshape(5, points))
 
     def found(scan):
         def body(u, xs):
-            u, energies = scan(step, u, xs, reverse=reverse)
+            u, energies = scan(step, u, xs, reverse=reverse, checkpoint=checkpoint)
             return spt.sum(u**2, "x") + energies.sum()
 
         u, xs = (t.clone().requires_grad_() for t in (start, forces))
