@@ -115,7 +115,7 @@ class _LoopReplay(Replay):
         known = FirstRun(self.first.sketches[:count], tree.structure([0] * count))
         flags: list[Any] = []
         for action in backward(n, loop.states):
-            if type(action) is Drop:
+            if isinstance(action, Drop):
                 del states[action.at]
                 continue
             carry = self._advanced(values, states[action.start], action.start, action.at)
@@ -131,7 +131,8 @@ class _LoopReplay(Replay):
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
             known = known._replace(sketches=[sketches(x) for x in carry])
             if at == n - 1:
-                gs = self._without_outer(run, gs, now.closed)
+                now.closed = closed = dict(now.closed)
+                gs = self._without_outer(run, gs, closed)
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
             now = run.pull(now, at == n - 1, free=True)
             for k, g in now.slices.items():

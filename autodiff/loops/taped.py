@@ -94,6 +94,7 @@ class StepTape:
         # What a step returns both as carry and as y has the cotangent of y first, before those of the next step; of
         # several ys that of the last one, as in a sweep over all steps.
         twice = dict(self.same)
+        seeds: list[tuple[Any, Any]]
         seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in reversed(self.same) if k in self.leaves]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]

@@ -141,7 +141,8 @@ def _difference(before: Any, after: Any) -> tuple[str, str] | None:
         cast = f"x.astype({str(before.dtype)!r})" if frontend(before) is None else f"x.to({before.dtype})"
         return "one dtype", f"{cast} in the step, or another dtype of the initial value"
     had, has = layout_of_leaf(before), layout_of_leaf(after)
-    if had == has or (had is None and type(after) is Array and after.tape is None):
+    bare = type(after) is Array and after.tape is None and type(layout_of_leaf(before)) is type(None)
+    if bare or had == has:
         return None  # also of bare data, in a body that knows no states before its first operation
     if type(value_of(before)) is PartitionedArray and type(value_of(after)) is PartitionedArray:
         if had.spec == has.spec or had.spec is None:
