@@ -182,14 +182,13 @@ class RecordedSteps:
 
 
 def adopted(x: Any, like: Any) -> Any:
-    """A number of the first carry as an array like the one that a step makes of it."""
+    """A number as an array like the one that a step makes of it."""
     bare = value_of(like)
     if type(bare) is PartitionedArray:
-        return put(one_line(np.asarray, (x, like.dtype)) if is_slot(x) else np.asarray(x, like.dtype), P(), bare.mesh)
-    if type(x) is not Array:
-        return one_line(np.asarray, (x, like.dtype)) if is_slot(x) else np.asarray(x, like.dtype)
-    if x.tape is None:
-        value = one_line(np.asarray, (x.value, like.dtype)) if is_slot(x.value) else np.asarray(x.value, like.dtype)
-        return Array(value, like.state)
-    x = x.astype(like.dtype)
-    return vary(x, like.state) if type(like) is Array and like.state is not x.state else x
+        return put(np.zeros((), like.dtype), P(), bare.mesh) + x
+    if type(x) is Array and x.tape is not None:
+        x = x.astype(like.dtype)
+        return vary(x, like.state) if type(like) is Array and like.state is not x.state else x
+    number = x.value if type(x) is Array else x
+    value = one_line(np.asarray, (number, like.dtype)) if is_slot(number) else np.asarray(number, like.dtype)
+    return Array(value, like.state) if type(like) is Array else value
