@@ -193,7 +193,8 @@ class Jitted(MappedBody):
         if self._recordings == _RECORDINGS_WARNED:
             warnings.warn(
                 f"spmd.jit of {self.where} has run its body for {_RECORDINGS_WARNED} kinds of arguments: shapes, or "
-                "integers and other arguments that are part of the program, which change from call to call",
+                "integers and other arguments that are part of the program, which change from call to call. For an "
+                "integer that changes, such as the steps of an optimizer's state, give an array: steps=np.asarray(0)",
                 stacklevel=user_stacklevel(),
             )
 
