@@ -67,3 +67,29 @@ def test_nothing_is_gathered(name, monkeypatch):
     with spmd.Mesh(x=3):
         for cuts in CUTS:
             assert np.array_equal(FUNCTIONS[name](put(A, cuts)).numpy(), FUNCTIONS[name](A))
+
+
+GATHERED = {
+    "x[i]": lambda m: m[np.array([0, 1]), np.array([1, 2])],
+    "x.at[i]": lambda m: spmd.at(m)[np.array([0, 1])].set(0.0),
+    "np.unique": np.unique,
+    "np.searchsorted": lambda m: np.searchsorted(m[:, 0], [0.5]),
+    "np.flip": lambda m: np.flip(m[:, 0]),
+    "np.linalg.inv": np.linalg.inv,
+    "np.linalg.eigh": np.linalg.eigh,
+    "np.diagonal": np.diagonal,
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_is_little(name, monkeypatch):
+    m = A[:4] @ A[:4].T + np.eye(4)
+    with spmd.Mesh(x=3):
+        u = put(m, [1, 0, 3])
+        for have, want in zip(GATHERED[name](u), GATHERED[name](m), strict=True):
+            np.testing.assert_allclose(have.numpy(), want, rtol=1e-9, atol=1e-12)
+        monkeypatch.setenv("SPMD_GATHER_LIMIT", "0")
+        with pytest.raises(spmd.errors.LayoutError) as caught:
+            GATHERED[name](u)
+        assert str(caught.value).startswith(f"{name}\n  got:    PartitionedArray float64[4")
+        assert "SPMD_GATHER_LIMIT=1 in the environment" in str(caught.value)
