@@ -609,7 +609,7 @@ def test_many_kinds_of_arguments_are_told():
     once = spmd.jit(spmd.Mesh(x=1).map(lambda x, n: x * n, (P("x"), None), P("x")))
     for n in range(63):
         once(np.ones(2), n)
-    with pytest.warns(UserWarning, match="64 kinds of arguments"):
+    with pytest.warns(UserWarning, match=r"64 kinds of arguments.*steps=np\.asarray\(0\)"):
         once(np.ones(2), 63)
 
 
