@@ -93,3 +93,12 @@ def test_what_is_gathered_is_little(name, monkeypatch):
             GATHERED[name](u)
         assert str(caught.value).startswith(f"{name}\n  got:    PartitionedArray float64[4")
         assert "SPMD_GATHER_LIMIT=1 in the environment" in str(caught.value)
+
+
+def test_a_norm_takes_the_sum_of_an_unreduced_array_once():
+    with spmd.Mesh(x=3):
+        total = put(A, None).sum(axis=0)
+        with spmd.ledger() as log:
+            np.testing.assert_allclose(total / np.linalg.norm(total), A.sum(0) / np.linalg.norm(A.sum(0)))
+        assert log.operators["Sum"] == 1
+        assert log.verbs["all_reduce"] == 1

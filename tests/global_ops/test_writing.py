@@ -42,7 +42,7 @@ with spmd.Mesh(x=2):
 def test_files_of_arrays_of_which_a_process_has_a_part(tmp_path):
     program = tmp_path / "parts.py"
     program.write_text(PARTS)
-    ended = launch(program, str(tmp_path / "u.npy"), n=2, python=sys.executable, timeout=60)
+    ended = launch(program, str(tmp_path / "u.npy"), n=2, python=sys.executable, timeout=120)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.split() == ["True", "True"]
 
