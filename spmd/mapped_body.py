@@ -26,7 +26,8 @@ __all__ = ["MappedBody"]
 class MappedBody:
     """A body with its specs: checks arguments and results, and runs the body on every worker.
 
-    where: its name in messages. arguments, results: the checks by in_specs and out_specs. turns: how often each kind of
+    where: its name in messages. is_function: whether it is a function of global arrays, which all processes call at one
+    line. arguments, results: the checks by in_specs and out_specs. turns: how often each kind of
     run, and each comparison of replicated values, was made. trials: the choice of a scheduler, by mesh and kind of run.
     """
 
@@ -40,6 +41,7 @@ class MappedBody:
         self.out_specs = out_specs
         self.mesh = mesh
         self.check = check
+        self.is_function = where is not None
         self.where = where or f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         self.arguments = ArgumentSpecs(self.where, f, self.in_specs)
         self.results = ResultSpecs(self.where, out_specs)
@@ -91,7 +93,7 @@ class MappedBody:
         number = next_turn(self.turns, key)
         if mesh.scheduler == "threads" or mesh.transport.name != "local" or RECORDING.get() is not None:
             with suspended():
-                return mesh.run(body, tracked=tracked, number=number)
+                return mesh.run(body, tracked=tracked, number=number, one_line=self.is_function)
         trial = self.trials.get((mesh, key))
         if trial is None:
             trial = self.trials[mesh, key] = SchedulerTrial()
