@@ -270,13 +270,14 @@ def redirected(
     step: the block is a step of a loop: what varies a node from outside is recorded outside, once for all steps.
     varied: by tape, the varied copies of nodes from outside, if not those of now."""
     pairs = list(pairs)
-    before = [(tape.open, tape.varied_copies, tape.outer) for tape, _ in pairs]
+    before = [(tape.open, tape.varied_copies, tape.outer, tape.once) for tape, _ in pairs]
     for tape, side_tape in pairs:
+        tape.once = side_tape.once
         copies = tape.varied_copies if varied is None else varied.get(tape, {})
         tape.outer = (tape.open, copies, side_tape.nodes) if step else None
         tape.open, tape.varied_copies = side_tape.nodes, {}
     try:
         yield
     finally:
-        for (tape, _), (nodes, copies, outer) in zip(pairs, before, strict=True):
-            tape.open, tape.varied_copies, tape.outer = nodes, copies, outer
+        for (tape, _), (nodes, copies, outer, once) in zip(pairs, before, strict=True):
+            tape.open, tape.varied_copies, tape.outer, tape.once = nodes, copies, outer, once

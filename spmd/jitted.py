@@ -81,7 +81,7 @@ class Jitted(MappedBody):
             steps = [(key[0], entry.programs), ("back", entry.back[0] if entry.back else {})]
             for kind, programs in steps:
                 for worker, program in sorted(programs.items())[:1]:
-                    texts.append(f"# {kind}, worker {worker}\n{program.text}")
+                    texts.append(f"# {kind}, worker {worker}\n{program.source()}")
         return "\n".join(texts)
 
     @api_boundary

@@ -153,8 +153,14 @@ class Built:
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         weakref.finalize(self, linecache.cache.pop, file, None)
         names = dict(self._constants)
+        self.steps = [x for x in self._constants.values() if hasattr(x, "__spmd_programs__")]
         exec(compile(self.text, file, "exec"), names)
         self.run: Callable[[Any, list[Any]], list[Any]] = names["program"]
+
+    def source(self) -> str:
+        """The text, and after it that of the steps of its loops."""
+        parts = [f"# {step.__name__}\n{p.source()}" for step in self.steps for p in step.__spmd_programs__()]
+        return "\n".join([self.text, *parts])
 
     def _live_lines(self, lines: list[Line]) -> list[Line]:
         """The lines whose results are used, or that have an effect."""

@@ -355,6 +355,8 @@ class Program:
         self.likes: list[ValueInfo | None] = []
         self.inputs: list[int] = []
         self.failed: Exception | None = None
+        self.steps: Any = None
+        """What notes the values that lines take, since the first loop: see `Steps`."""
         self._constants: dict[int, tuple[Any, Any]] = {}
         self.small: dict[int, Any] = {}
         self.errors = np.geterr()
@@ -370,9 +372,13 @@ class Program:
 
     def input(self, value: Any) -> Any:
         """The stand-in for an argument."""
-        x = self._new(Number if type(value) in (float, complex) else Slot, value)
+        x = self.stand_in(value)
         self.inputs.append(x.index)
         return x
+
+    def stand_in(self, value: Any) -> Any:
+        """A stand-in for a value that comes from elsewhere: of an argument, or of the step before."""
+        return self._new(Number if type(value) in (float, complex) else Slot, value)
 
     def call(
         self,
@@ -414,6 +420,8 @@ class Program:
     def _as_argument(self, x: Any) -> Any:
         """An argument as the line stores it; a constant is copied if it is writable."""
         if isinstance(x, _Recorded):
+            if self.steps is not None:
+                self.steps.note(x)
             return Ref(x.index)
         return self._constant(x) if type(x) is np.ndarray and writable(x) else x
 

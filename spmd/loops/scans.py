@@ -12,13 +12,12 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.loops.checkpointed import checkpointed
 from spmd.autodiff.loops.schedules import Policy, policy_of
-from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
 from spmd.layout import P
-from spmd.loops.recorded import current, recorded
+from spmd.loops.recorded import current, recorded, stacked, unrolled
 from spmd.loops.steps import Step, carry_leaves, where_of
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
@@ -127,7 +126,7 @@ def _whole_first(x: Any) -> Any:
     if type(bare) is not PartitionedArray or not bare.ndim or len(bare.layout.cuts[0]) == 1:
         return x
     spec = bare.layout.spec
-    return reshard(x, P() if spec is None else P(None, *spec[1:], unreduced=spec.unreduced))
+    return reshard(x, P() if spec is None else P(None, *spec.trimmed[1:], unreduced=spec.unreduced))
 
 
 def _length(where: str, slices: Sequence[Any], paths: Sequence[str], length: int | None) -> int:
@@ -173,14 +172,12 @@ def _run(
     order = range(n - 1, -1, -1) if reverse else range(n)
     programs = current()
     if programs is not None:
-        return recorded(programs, step, carry, slices, order, policy)
+        found = recorded(programs, step, carry, slices, order, policy)
+        if found is not None:
+            return found
     if policy is not None:
         return checkpointed(step, carry, slices, order, policy(n), stacked)
-    rows: list[list[Any]] = []
-    for i in order:
-        carry, ys = step(carry, [x[i] for x in slices])
-        rows.append(ys)
-    return carry, [stacked(column) for column in zip(*(rows[::-1] if reverse else rows), strict=True)]
+    return unrolled(step, carry, slices, order)
 
 
 def _empty(step: Step, carry: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
@@ -189,14 +186,3 @@ def _empty(step: Step, carry: Sequence[Any], slices: Sequence[Any]) -> list[Any]
     with np.errstate(all="ignore"):
         _, ys = step(carry, zeros)
     return [stacked([y])[:0] for y in ys]
-
-
-def stacked(values: Sequence[Any]) -> Any:
-    """Values of several steps as one array, along a new first dimension."""
-    known = frontend(values[0])
-    if known is not None:
-        return known.stack(values)
-    worker = WORKER.get()
-    if worker is not None and worker.tracked and worker.frontend is None:
-        values = [y if type(y) is Array else worker.carrying(np.asarray(slot_of(y)), worker.state()) for y in values]
-    return np.stack(values)

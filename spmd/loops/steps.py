@@ -114,8 +114,8 @@ def _changed_layout(where: str, path: str, before: Any, after: Any, had: Any, ha
         mend = f"spmd.pvary(init, {names!r}) before the loop" if more else "a step that varies it as the initial value"
         return _changed(where, path, before, after, "one state", mend)
     if type(value_of(before)) is PartitionedArray and type(value_of(after)) is PartitionedArray:
-        need = f"a layout {had} throughout the loop, not {has}"
-        return _changed(where, path, before, after, need, "spmd.reshard(x, spec) in the step, or before the loop")
+        mend = f"spmd.reshard(x, {had if had.spec is None else had.spec}) at the end of the step"
+        return _changed(where, path, before, after, "one layout", mend)
     mend = "spmd.put(x, spec) of an initial value that becomes a global array"
     return _changed(where, path, before, after, "one kind of array", mend)
 

@@ -1,0 +1,296 @@
+"""Steps of loops: lines cut out of a program, which then runs them many times in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
+from spmd.autodiff.staging.program import COMM, Built, Line, Ref
+from spmd.autodiff.staging.recorder import Program, is_slot
+from spmd.errors import JitError
+
+__all__ = ["BackLoop", "Loop", "Region", "Steps", "Unrollable"]
+
+
+class Unrollable(Exception):
+    """A step that cannot be recorded once: it writes into arrays from outside of it."""
+
+
+class Steps:
+    """What a program knows of its loops.
+
+    noted: the stand-ins that lines took, by number, while a step is recorded. inside: by number the loop inside of
+    whose step a value was computed. open: the loops whose steps are recorded now, forward or back.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[int, Any] = {}
+        self.inside: dict[int, object] = {}
+        self.open: list[object] = []
+
+    def note(self, x: Any) -> None:
+        """A line takes a stand-in. Raises if it is a value of a step, used outside of the loop."""
+        loop = self.inside.get(x.index)
+        if loop is not None and loop not in self.open:
+            raise JitError.at(
+                "a loop, within spmd.jit",
+                got=f"{x!r}, which a step computed, used outside of the loop",
+                need="steps that hand on what they compute: by the carry, or as y",
+                mend="return it, (carry, y), and take it from the results of the loop",
+            )
+        if self.open:
+            self.noted[x.index] = x
+
+
+class Region:
+    """Lines that are cut out of a program from `start` on: `with Region(program, loop) as region: ...`, `region.cut()`.
+
+    inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
+    an effect; the others stay in the program, before the loop. produced: the numbers of the values of `lines`.
+    """
+
+    def __init__(self, program: Program, loop: object):
+        self.program, self.loop = program, loop
+        self.inputs: list[int] = []
+        self.lines: list[Line] = []
+        self.produced: set[int] = set()
+        if program.steps is None:
+            program.steps = Steps()
+
+    def __enter__(self) -> Region:
+        self.start = len(self.program.lines)
+        self.program.steps.open.append(self.loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.program.steps.open.remove(self.loop)
+
+    def stand_in(self, value: Any) -> Any:
+        """The stand-in for a value that changes from step to step."""
+        x = self.program.stand_in(value)
+        self.inputs.append(x.index)
+        return x
+
+    def cut(self, more: Iterable[int] = ()) -> None:
+        """Take the lines out of the program. more: numbers of further values that change from step to step."""
+        program, varying = self.program, {*self.inputs, *more}
+        lines = program.lines[self.start :]
+        del program.lines[self.start :]
+        writes = any(line.writes for line in lines)
+        for line in lines:
+            if writes or line.effect or COMM in line.args or not varying.isdisjoint(line.used):
+                self.lines.append(line)
+                self.produced.update(i for _, i in line.parts)
+                varying |= self.produced
+            else:
+                program.lines.append(line)
+        own = {i for line in self.lines if line.fresh for _, i in line.parts}
+        if any(line.writes and line.used and line.used[0] not in own for line in self.lines):
+            raise Unrollable
+        program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self.loop))
+
+    def outer(self, outputs: Iterable[Any], known: Collection[int] = ()) -> list[int]:
+        """The numbers of the values from outside that the lines and these outputs use. known: not from outside."""
+        inside = {*self.inputs, *self.produced, *known}
+        used = dict.fromkeys(i for line in self.lines for i in line.used if i not in inside)
+        return [*dict.fromkeys((*used, *(x.index for x in outputs if is_slot(x) and x.index not in inside)))]
+
+    def built(self, before: Sequence[Line], inputs: Sequence[int], outputs: Sequence[Any], name: str) -> Built:
+        """The lines as a function of these values. before: lines that run first."""
+        results = [Ref(x.index) if is_slot(x) else x for x in outputs]
+        program = self.program
+        return Built([*before, *self.lines], program.likes, program.small, inputs, results, name)
+
+
+class Saved:
+    """What a loop keeps for its way back.
+
+    rows: by step the values that the derivatives need. states: by step the carry before it, where steps run again.
+    """
+
+    __slots__ = ("rows", "states")
+
+    def __init__(self, n: int):
+        self.rows: list[Any] = [None] * n
+        self.states: dict[int, list[Any]] = {}
+
+
+class Loop:
+    """A line that runs a step again and again: `loop(comm, *carry, *slices, *outer)` is (carry..., ys..., saved).
+
+    region: the recorded step. counts: the numbers of leaves of the carry, and of the slices. outputs: what the step
+    returns: the carry, then y. order: the slices in the order of the steps.
+    states: how many carries are kept, where steps run again on the way back; None: the values that these need are kept.
+    kept: the numbers of those values. pulls: how many ways back there are.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        counts: tuple[int, int],
+        outputs: Sequence[Any],
+        order: range,
+        states: int | None,
+        name: str,
+    ):
+        self.region, self.counts, self.outputs, self.order, self.states = region, counts, outputs, order, states
+        self.__name__ = name
+        self.kept: list[int] = []
+        self.pulls = 0
+        self.outer = region.outer(outputs)
+        self._built: Built | None = None
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Keep these values of each step, too."""
+        more = [i for i in numbers if i not in self.kept]
+        if more:
+            self.kept += more
+            self._built = None
+
+    def __spmd_programs__(self) -> list[Built]:
+        """The step."""
+        return [self._program()]
+
+    def _program(self) -> Built:
+        if self._built is None:
+            outputs = [*self.outputs, *map(Ref, self.kept)]
+            self._built = self.region.built((), [*self.region.inputs, *self.outer], outputs, self.__name__)
+        return self._built
+
+    def step(self, comm: Any, carry: list[Any], slices: Sequence[Any], outer: Sequence[Any], at: int) -> list[Any]:
+        """What step number `at` returns."""
+        i = self.order[at]
+        return self._program().run(comm, [*carry, *[x[i] for x in slices], *outer])
+
+    def __call__(self, comm: Any, *values: Any) -> tuple[Any, ...]:
+        count, width = self.counts
+        n, total = len(self.order), len(self.outputs)
+        carry: Sequence[Any] = values[:count]
+        slices, outer = values[count : count + width], values[count + width :]
+        saved = Saved(n)
+        keep = set() if self.states is None else {*first_kept(n, self.states)}
+        run, order, buffers = self._program().run, self.order, None
+        for at in range(n):
+            i = order[at]
+            if at in keep:
+                saved.states[at] = carry
+            found = run(comm, [*carry, *[x[i] for x in slices], *outer])
+            carry = found[:count]
+            if total > count:
+                ys = found[count:total]
+                if buffers is None:
+                    buffers = [_buffer(n, y) for y in ys]
+                for buffer, y in zip(buffers, ys, strict=True):
+                    buffer[i] = y
+            if len(found) > total:
+                saved.rows[at] = found[total:]
+        return (*carry, *(buffers or ()), saved)
+
+
+def _buffer(n: int, like: Any) -> Any:
+    """Room for a value of each of n steps."""
+    if not hasattr(like, "dtype"):
+        like = np.asarray(like)
+    return np.empty_like(like, shape=(n, *like.shape), order="C")
+
+
+class BackStep:
+    """The way back through one step, for cotangents of one form.
+
+    region: the recorded sweep. outputs: the cotangents that the step before takes, then those of the slices `of`.
+    """
+
+    def __init__(self, region: Region, outputs: Sequence[Any], of: Sequence[int]):
+        self.region, self.outputs, self.of = region, outputs, of
+        self.built: Any = None
+
+
+class BackLoop:
+    """A line that goes back through a loop: `back(comm, saved, *cotangents, *ys, *slices, *outer)`.
+
+    It gives the cotangents of the first carry and of closed-over values, and those of the slices, stacked.
+
+    steps: the ways back through the last step, the one before, and so on; the last of them serves all further steps.
+    ys: how many cotangents of stacked ys there are; earlier: those of which the step before is needed too.
+    once: whether there is only one way back, so that what is kept of a step is released after its use.
+    outer: the numbers of the values from outside that the steps use. kept: how many values of each step they use.
+    """
+
+    def __init__(self, loop: Loop, steps: Sequence[BackStep], ys: int, earlier: Sequence[int], once: bool, name: str):
+        self.loop, self.steps, self.ys, self.earlier, self.once = loop, steps, ys, earlier, once
+        self.__name__ = name
+        forward, again = loop.region, loop.states is not None
+        used = dict.fromkeys(i for s in steps for i in s.region.outer(s.outputs))
+        slices = forward.inputs[loop.counts[0] :]
+        own = {*forward.inputs, *forward.produced}
+        if not again:
+            loop.keep(i for i in used if i in own and i not in slices)
+        self.kept = len(loop.kept)
+        self.outer = [*dict.fromkeys((*(loop.outer if again else ()), *(i for i in used if i not in own)))]
+        values = forward.inputs if again else [*loop.kept, *slices]
+        for k, s in enumerate(steps):
+            inputs = [*s.region.inputs, *values, *self.outer]
+            s.built = s.region.built(forward.lines if again else (), inputs, s.outputs, f"{name}, {k}")
+
+    def __spmd_programs__(self) -> list[Built]:
+        """The ways back through a step."""
+        return [s.built for s in self.steps]
+
+    def __call__(self, comm: Any, saved: Saved, *values: Any) -> tuple[Any, ...]:
+        loop = self.loop
+        outer = len(values) - len(self.outer)
+        slices = outer - loop.counts[1]
+        ys = slices - self.ys
+        run = _Back(self, comm, [*values[:ys]], values[ys:slices], values[slices:outer], values[outer:])
+        if loop.states is None:
+            for at in range(len(loop.order) - 1, -1, -1):
+                row = saved.rows[at]
+                if self.once and loop.pulls == 1:
+                    saved.rows[at] = None
+                run.step(at, () if row is None else row[: self.kept])
+            return run.results()
+        states = dict(saved.states)
+        by_number = dict(zip(self.outer, run.outer, strict=True))
+        forward_outer = [by_number[i] for i in loop.outer]
+        for action in backward(len(loop.order), loop.states):
+            if type(action) is Drop:
+                del states[action.at]
+                continue
+            carry = states[action.start]
+            for at in range(action.start, action.at):
+                carry = loop.step(comm, carry, run.slices, forward_outer, at)[: loop.counts[0]]
+            if type(action) is Keep:
+                states[action.at] = carry
+            else:
+                run.step(action.at, carry)
+        return run.results()
+
+
+class _Back:
+    """One run of a `BackLoop`: gs are the cotangents that the next step back takes."""
+
+    def __init__(self, back: BackLoop, comm: Any, gs: list[Any], ys: Any, slices: Any, outer: Any):
+        self.back, self.comm, self.gs, self.ys, self.slices, self.outer = back, comm, gs, ys, slices, outer
+        self.buffers: dict[int, Any] = {}
+
+    def step(self, at: int, values: Sequence[Any]) -> None:
+        """The way back through step number `at`. values: what is kept of it, or the carry before it."""
+        back, order = self.back, self.back.loop.order
+        n, i = len(order), order[at]
+        s = back.steps[min(n - 1 - at, len(back.steps) - 1)]
+        rows = [g[i] for g in self.ys]
+        if back.earlier:
+            rows += [self.ys[j][order[at - 1]] if at else np.zeros_like(self.ys[j][i]) for j in back.earlier]
+        found = s.built.run(self.comm, [*self.gs, *rows, *values, *[x[i] for x in self.slices], *self.outer])
+        count = len(found) - len(s.of)
+        self.gs = found[:count]
+        for k, g in zip(s.of, found[count:], strict=True):
+            if k not in self.buffers:
+                self.buffers[k] = np.zeros_like(g, shape=(n, *np.shape(g)), order="C")
+            self.buffers[k][i] = g
+
+    def results(self) -> tuple[Any, ...]:
+        return (*self.gs, *(self.buffers[k] for k in sorted(self.buffers)))
