@@ -55,7 +55,8 @@ class _Loop:
     def first_run(self, values: Sequence[Any], tapes: Sequence[Tape]) -> tuple[list[Any], list[list[Node]]]:
         """The last carry and the stacked ys, and of each tape the nodes on which they depend. Keeps some carries."""
         n = len(self.order)
-        keep, rows, carry = {*first_kept(n, self.states)}, [], list(values[: self.count])
+        keep = {*first_kept(n, self.states)} if tapes else set()
+        rows, carry = [], list(values[: self.count])
         closed: dict[Tape, dict[int, Node]] = {tape: {} for tape in tapes}
         self.kept = {}
         for at in range(n):
@@ -139,9 +140,11 @@ class _LoopReplay(Replay):
         return found
 
     def _states(self, values: Sequence[Any]) -> dict[int, list[Any]]:
-        """The carries that the first run kept; run again where it was below other tapes."""
+        """The carries that the first run kept, handed over, so that dropped ones are freed; run again where there are
+        none: where it was below other tapes, and when pulled back again."""
         if self.kept:
-            return dict(self.kept)
+            handed, self.kept = self.kept, {}
+            return handed
         kept, carry = {}, list(values[: self.loop.count])
         for at in first_kept(len(self.loop.order), self.loop.states):
             kept[at] = carry = self._advanced(values, carry, max(kept, default=0), at)
