@@ -72,7 +72,8 @@ term, and its weight. The average of the neighbours less the differences of the 
 def planes(p: Any) -> list[Any]:
     """The fields of a state and their fluxes: of NumPy's arrays, ours or JAX's."""
     h, m, n = p[0], p[1], p[2]
-    u, v, pressure = m / h, n / h, GRAVITY / 2 * (h * h)
+    inverse, pressure = 1 / h, GRAVITY / 2 * (h * h)
+    u, v = m * inverse, n * inverse
     across = m * v
     return [h, m, n, m, m * u + pressure, across, n, across, n * v + pressure]
 
@@ -326,7 +327,9 @@ TOKENS, WIDTH, HEADS, RATE, DECAY = 64, 64, 4, 1e-3, 1e-2
 BLOCK = f"a transformer block, {TOKENS} tokens, width {WIDTH}, a step of AdamW"
 SPECS = {
     **dict.fromkeys(("queries", "keys", "values", "joined"), ("model",)),
-    **{"up": (None, "model"), "shift": ("model",), "down": ("model",), "gain1": (), "gain2": ()},
+    **dict.fromkeys(("shift", "down"), ("model",)),
+    **dict.fromkeys(("gain1", "gain2"), ()),
+    "up": (None, "model"),
 }
 """The axes of the mesh that split each parameter."""
 
@@ -335,8 +338,11 @@ def parameters() -> dict[str, np.ndarray]:
     rng, size, hidden = np.random.default_rng(0), WIDTH // HEADS, 4 * WIDTH
     shapes = {
         **dict.fromkeys(("queries", "keys", "values"), (HEADS, WIDTH, size)),
-        **{"joined": (HEADS, size, WIDTH), "up": (WIDTH, hidden), "shift": (hidden,), "down": (hidden, WIDTH)},
-        **{"gain1": (WIDTH,), "gain2": (WIDTH,)},
+        **dict.fromkeys(("gain1", "gain2"), (WIDTH,)),
+        "joined": (HEADS, size, WIDTH),
+        "up": (WIDTH, hidden),
+        "shift": (hidden,),
+        "down": (hidden, WIDTH),
     }
     return {name: rng.standard_normal(s) / np.sqrt(WIDTH) + name.startswith("gain") for name, s in shapes.items()}
 
@@ -374,9 +380,7 @@ def block_spmd(whole_step: bool) -> Case:
     import spmd
     from spmd import P, functions, optim
 
-    of = SimpleNamespace(
-        rms_norm=functions.rms_norm, softmax=functions.softmax, gelu=functions.gelu, psum=spmd.psum
-    )
+    of = SimpleNamespace(rms_norm=functions.rms_norm, softmax=functions.softmax, gelu=functions.gelu, psum=spmd.psum)
     mesh = spmd.Mesh(data=2, model=2, transport="local")
     specs = {name: P(*axes) for name, axes in SPECS.items()}
     loss, optimizer = partial(block_loss, np, of), optim.adamw(RATE, weight_decay=DECAY)
@@ -387,9 +391,7 @@ def block_spmd(whole_step: bool) -> Case:
         return value, *optimizer.update(grads, state, params)
 
     data = P("data"), P("data")
-    in_body = spmd.jit(
-        mesh.map(local, in_specs=(specs, state_specs, *data), out_specs=(P(), specs, state_specs))
-    )
+    in_body = spmd.jit(mesh.map(local, in_specs=(specs, state_specs, *data), out_specs=(P(), specs, state_specs)))
     differentiated = spmd.value_and_grad(spmd.jit(mesh.map(loss, in_specs=(specs, *data), out_specs=P())))
     x, y = spmd.put(tuple(sequences()), P("data"), mesh)
 
@@ -429,9 +431,7 @@ def block_jax() -> Case:
     )
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
     specs = {name: P(*axes) for name, axes in SPECS.items()}
-    loss = jax.shard_map(
-        partial(block_loss, jnp, of), mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P()
-    )
+    loss = jax.shard_map(partial(block_loss, jnp, of), mesh=mesh, in_specs=(specs, P("data"), P("data")), out_specs=P())
 
     def one(p, g, m, s, t):
         m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * (g * g)
