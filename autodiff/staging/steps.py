@@ -46,7 +46,7 @@ class Steps:
 
 
 class Region:
-    """Lines that are cut out of a program from `start` on: `with Region(program, loop) as region: ...`, `region.cut()`.
+    """Lines that are cut out of a program: those recorded between `open` and `close`, by `cut`.
 
     inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
     an effect; the others stay in the program, before the loop. produced: the numbers of the values of `lines`.
@@ -60,12 +60,13 @@ class Region:
         if program.steps is None:
             program.steps = Steps()
 
-    def __enter__(self) -> Region:
+    def open(self) -> None:
+        """The next line is the first one."""
         self.start = len(self.program.lines)
         self.program.steps.open.append(self.loop)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """The last line was recorded."""
         self.program.steps.open.remove(self.loop)
 
     def stand_in(self, value: Any) -> Any:

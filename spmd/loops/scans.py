@@ -17,7 +17,8 @@ from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
 from spmd.layout import P
-from spmd.loops.recorded import current, recorded, stacked, unrolled
+from spmd.loops.recorded import recorded, stacked, unrolled
+from spmd.loops.recording import current
 from spmd.loops.steps import Step, carry_leaves, where_of
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
