@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -124,15 +124,27 @@ def unflatten(structure: Any, leaves: Iterable[Any]) -> Any:
     return optree.tree_unflatten(structure, leaves)
 
 
-def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[str], list[Any], Any]:
+def flatten_with_path(tree: Any, *, none_is_leaf: bool = False) -> tuple[Sequence[str], list[Any], Any]:
     """As `flatten`, with the path of each leaf before: `['w'][0]`."""
     leaves, structure = flatten(tree, none_is_leaf=none_is_leaf)
     return shown_paths(structure), leaves, structure
 
 
-def shown_paths(structure: Any) -> list[str]:
-    """The path of each leaf of a structure: `['w'][0]`."""
-    return ["".join(f"[{p!r}]" for p in path) for path in optree.treespec_paths(structure)]
+def shown_paths(structure: Any) -> Sequence[str]:
+    """The path of each leaf of a structure: `['w'][0].mean`."""
+    try:
+        return _shown_paths(structure)
+    except (TypeError, ValueError):  # keys or metadata that cannot be hashed, or compared
+        return _shown_paths.__wrapped__(structure)
+
+
+@lru_cache(maxsize=1024)
+def _shown_paths(structure: Any) -> Sequence[str]:
+    return tuple(["".join([_step(entry) for entry in path]) for path in optree.treespec_accessors(structure)])
+
+
+def _step(entry: Any) -> str:
+    return f".{entry.field}" if isinstance(entry, optree.NamedTupleEntry) else f"[{entry.entry!r}]"
 
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:

@@ -34,6 +34,7 @@ __all__ = [
     "check_usable",
     "closure_error",
     "device_of_worker",
+    "joined_copies",
     "layout_of",
     "owned_on",
     "reduced_together",
@@ -456,6 +457,12 @@ def check_usable(where: str, x: PartitionedArray) -> None:
 def share_copies(blocks: Mapping[int, np.ndarray], layout: Layout, mesh: Mesh) -> PartitionedArray:
     """An array from the blocks of the workers of this process. Workers that hold copies share the first one."""
     return PartitionedArray(mesh.shared(layout, blocks.__getitem__), layout, mesh)
+
+
+def joined_copies(copies: Mapping[int, Any]) -> Any:
+    """What workers have copies of: that of the first worker here; a value of recorded programs is one of all."""
+    first, programs = next(iter(copies.values())), RECORDING.get()
+    return programs.joined(copies) if programs is not None and is_slot(first) else first
 
 
 tree.LEAF_TYPES.add(PartitionedArray)

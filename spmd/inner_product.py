@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray, owned_on, relayout
+from spmd.array import PartitionedArray, joined_copies, owned_on, relayout
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import kind_of_dtype, mean_dtype, product_dtype
 from spmd.autodiff.tracer import Array
-from spmd.device import to_host
+from spmd.device import seen, to_host
 from spmd.errors import StateError
 from spmd.frontends import Frontend, frontend
 from spmd.kernels import on_device
@@ -138,18 +138,19 @@ def _inner_outside(a, b):
         b = put(b, a.spec, a.mesh)
     a = _wide(a.reduced)
     b = _wide(relayout(b, a.layout))
-    axes = tuple(a.mesh.axes)
+    axes, dtype = tuple(a.mesh.axes), np.result_type(a.dtype, b.dtype)
 
     def body(worker: Worker):
         w, block_of = worker.index, worker.comm.given
         product: Any = np.vdot(block_of(a.blocks[w]), block_of(b.blocks[w])) if a.layout.owners[w] == w else 0
         # On a mesh of GPUs the zeros of other owners must be on the device too.
-        dtype = np.result_type(a.dtype, b.dtype)
-        part = product.astype(dtype) if on_device(product) else owned_on(worker.mesh, np.asarray(product, dtype), w)
+        part = owned_on(worker.mesh, np.asarray(product, dtype), w) if seen(product) else product.astype(dtype)
+        if worker.program is not None:  # which records operators
+            return operate(named("inner", Sum, axes), Array(part, state_of(axes))).value
         call = Call("inner", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
-    return to_host(next(iter(a.mesh.run(body).results.values())))[()]
+    return to_host(joined_copies(a.mesh.run(body).results))[()]
 
 
 @api_boundary

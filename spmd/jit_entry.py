@@ -27,7 +27,7 @@ class JitEntry:
     """The programs that replay a map for arguments of one kind.
 
     variable: the arguments that may change from call to call, as leaves; None for those that are part of the programs.
-    static: which arguments are part of the programs because their spec is None.
+    static: which arguments are part of the programs because their spec is None. paths: of all arguments.
     programs: by worker. treedef: the structure of the results. layouts: of the results; None for an object.
     shapes: of the blocks of the results, by worker.
     of: the differentiated leaves. structures: the differentiated arguments, with their numbers of leaves.
@@ -37,7 +37,19 @@ class JitEntry:
     """
 
     __slots__ = (
-        *("back", "layouts", "number", "of", "places", "programs", "shapes", "static", "structures", "treedef"),
+        *(
+            "back",
+            "layouts",
+            "number",
+            "of",
+            "paths",
+            "places",
+            "programs",
+            "shapes",
+            "static",
+            "structures",
+            "treedef",
+        ),
         *("variable", "verifies", "verifies_back"),
     )
 
@@ -46,6 +58,7 @@ class JitEntry:
         self.of = of
         self.variable: list[Leaf | None] = []
         self.static: list[bool] = []
+        self.paths: list[str] = []
         self.programs: dict[int, Built] = {}
         self.treedef: Any = None
         self.layouts: list[Any] = []
@@ -121,6 +134,16 @@ def is_immutable(x: Any) -> bool:
 def is_variable(x: Any) -> bool:
     """Whether an argument with a spec may change from call to call: an array, or a number that is no integer."""
     return isinstance(x, float | complex) or (hasattr(x, "dtype") and not isinstance(x, type))
+
+
+def key_part(x: Any, is_static: bool) -> tuple[Any, ...]:
+    """What an argument adds to the key of the programs that a call replays. is_static: its spec is None."""
+    if type(x) is PartitionedArray:
+        return x.layout, x.dtype
+    if is_static or not is_variable(x):
+        by_value = is_static or x is None or isinstance(x, int)
+        return type(x), repr(x) if isinstance(x, float | complex) else x if by_value else array_key(x)
+    return type(x), getattr(x, "shape", None), getattr(x, "dtype", None)
 
 
 def array_key(x: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
 from spmd.autodiff import apply as autodiff_apply
 from spmd.autodiff import tree
 from spmd.autodiff.sanitizers import FINITE, WATCHING
@@ -26,18 +25,19 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import JitError, describe
 from spmd.jit_entry import (
     JitEntry,
-    array_key,
     array_positions,
     cotangents_of,
     is_immutable,
     is_variable,
     join_results,
+    key_part,
     layouts_of,
     program_inputs,
     result_values,
     shapes_of,
     user_stacklevel,
 )
+from spmd.jit_warnings import Recordings
 from spmd.map_arguments import MapArgument, cotangent_for
 from spmd.map_interpreters import MapVjp, apply, gradients, value_and_grad
 from spmd.map_results import BodyResults, MapResult, joined_leaves
@@ -54,22 +54,21 @@ from spmd.transport.handles import Outcome
 
 __all__ = ["Jitted"]
 
-_RECORDINGS_WARNED = 64
-"""The number of recordings of one map at which its user is warned."""
-
 
 class Jitted(MappedBody):
     """A map that replays its recorded programs; see `spmd.jit`."""
+
+    _has_specs = True
 
     def __init__(self, f: Callable, in_specs: Any, out_specs: Any, mesh: Mesh | None, check: bool):
         super().__init__(f, in_specs, out_specs, mesh, check)
         self._entries: dict[Any, JitEntry] = {}
         self._static: dict[Any, list[bool]] = {}
-        self._recordings = 0
+        self._recordings = Recordings(self._has_specs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the programs, which hold the workers of this process: a copy records its own."""
-        return {**self.__dict__, "_entries": {}, "_static": {}, "_recordings": 0}
+        return {**self.__dict__, "_entries": {}, "_static": {}, "_recordings": Recordings(self._has_specs)}
 
     def __repr__(self) -> str:
         return f"spmd.jit of {super().__repr__()}"
@@ -92,7 +91,7 @@ class Jitted(MappedBody):
             return apply(self, args, kwargs, self.run, self._forward)
         entry = self._entry("run", mesh, treedef, flat)
         if entry is None:
-            entry = JitEntry(self._recordings)
+            entry = JitEntry(self._recordings.count)
             out = apply(self, args, kwargs, functools.partial(self._record, entry))
             self._keep(entry, "run", mesh, treedef, flat)
             return out
@@ -110,7 +109,7 @@ class Jitted(MappedBody):
         kind = ("value and gradients", *argnums)
         entry = self._entry(kind, mesh, treedef, flat)
         if entry is None:
-            entry = JitEntry(self._recordings)
+            entry = JitEntry(self._recordings.count)
             out = value_and_grad(self, check, argnums, args, kwargs, functools.partial(self._record, entry))
             if out is not None:
                 trees = (tree.flatten(args[n], none_is_leaf=True) for n in argnums)
@@ -146,13 +145,7 @@ class Jitted(MappedBody):
             return None
         parts: list[Any] = []
         for x, is_static in zip(flat, static, strict=True):
-            if type(x) is PartitionedArray:
-                parts += (x.layout, x.dtype)
-            elif is_static or not is_variable(x):
-                by_value = is_static or x is None or isinstance(x, int)
-                parts += (type(x), repr(x) if isinstance(x, float | complex) else x if by_value else array_key(x))
-            else:
-                parts += (type(x), getattr(x, "shape", None), getattr(x, "dtype", None))
+            parts += key_part(x, is_static)
         return (kind, mesh, treedef, *np.geterr().values(), *parts)
 
     def _which_static(self, treedef: Any, flat: list) -> list[bool] | None:
@@ -162,10 +155,13 @@ class Jitted(MappedBody):
     def _entry(self, kind: Any, mesh: Mesh, treedef: Any, flat: list) -> JitEntry | None:
         """The programs that such a call replays; None for the first one."""
         try:
-            return self._entries.get(self._key(kind, mesh, treedef, flat))
+            entry = self._entries.get(self._key(kind, mesh, treedef, flat))
         except TypeError:
             self._check_static(flat, self._which_static(treedef, flat) or [])
             raise
+        if entry is not None:
+            self._recordings.replayed(kind)
+        return entry
 
     _static_argument = "with the spec None"
     """Which arguments are part of the programs, in words."""
@@ -189,13 +185,9 @@ class Jitted(MappedBody):
         """Replay these programs for calls like this one from now on."""
         self._static.setdefault(treedef, entry.static)
         bounded(self._entries)[self._key(kind, mesh, treedef, flat)] = entry
-        self._recordings += 1
-        if self._recordings == _RECORDINGS_WARNED:
-            warnings.warn(
-                f"spmd.jit of {self.where} has run its body for {_RECORDINGS_WARNED} kinds of arguments: shapes, or "
-                "integers and other arguments that are part of the program, which change from call to call",
-                stacklevel=user_stacklevel(),
-            )
+        text = self._recordings.recorded(self.where, kind, mesh, treedef, entry, flat)
+        if text is not None:
+            warnings.warn(text, stacklevel=user_stacklevel())
 
     # Recording
 
@@ -243,7 +235,7 @@ class Jitted(MappedBody):
 
     def _classify(self, entry: JitEntry, leaves: list[Leaf]) -> None:
         """Tell which arguments are inputs of the programs, and which are part of them."""
-        entry.static = [leaf.spec is None for leaf in leaves]
+        entry.static, entry.paths = [leaf.spec is None for leaf in leaves], [leaf.path for leaf in leaves]
         self._check_static([leaf.value for leaf in leaves], entry.static)
         entry.variable = [
             leaf._replace(value=None) if leaf.spec is not None and is_variable(leaf.value) else None for leaf in leaves
@@ -358,7 +350,7 @@ class _RecordedVjp:
     def __init__(self, jitted: Jitted, vjp: MapVjp, once: bool, kind: Any, structure: Any):
         self.jitted, self.vjp, self.once = jitted, vjp, once
         self.kind, self.structure = kind, structure
-        self.entry = JitEntry(jitted._recordings, vjp.of)
+        self.entry = JitEntry(jitted._recordings.count, vjp.of)
         self.recordings: dict[int, tuple[Program, BodyResults]] = {}
         self.inputs: dict[int, list[Any]] = {}
         self.outs: list[Any] = []

@@ -38,6 +38,8 @@ __all__ = ["JittedFunction", "jit"]
 class JittedFunction(Jitted):
     """A function of global arrays that replays its recorded programs; see `spmd.jit`."""
 
+    _has_specs = False
+
     def __init__(self, f: Callable):
         super().__init__(f, None, None, None, True)
         self.where = self.arguments.where = self._name
@@ -104,7 +106,7 @@ class JittedFunction(Jitted):
         """function(*args, **kwargs) by programs, which the first call with such arguments records."""
         entry = self._entry(kind, mesh, treedef, flat)
         if entry is None:
-            entry = JitEntry(self._recordings)
+            entry = JitEntry(self._recordings.count)
             results = self._recorded(entry, function, mesh, treedef, flat)
             self._keep(entry, kind, mesh, treedef, flat)
         else:
@@ -245,7 +247,7 @@ class _FunctionVjp:
 
     def _record(self) -> JitEntry:
         jitted, mesh, programs = self.jitted, self.mesh, Together(self.mesh, self.mesh.local_workers)
-        entry = JitEntry(jitted._recordings, self.of)
+        entry = JitEntry(jitted._recordings.count, self.of)
         values = jitted._stand_ins(entry, programs, self.treedef, self.flat)
         with recorded_by(programs):
             structure, leaves, places, pullback = self._traced(values, self.once)
@@ -371,6 +373,7 @@ def jit(f: Callable) -> Jitted:
     numbers, clocks) once, and prints once. Arrays and floats may change from call to call. Integers, booleans,
     arguments of maps with the spec None, and arguments of functions that are no arrays are part of the program: f runs
     again for other ones. A function runs on the mesh of its first global array, or that of the enclosing `with mesh:`.
+    A map or function that is recorded in three calls in a row warns, with the argument that changes.
 
     Second derivatives from outside run the body, as without spmd.jit. So does every call inside `spmd.debug` or a
     ledger, and every call on a GPU.

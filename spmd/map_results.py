@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.array import PartitionedArray, as_block, closure_error
+from spmd.array import PartitionedArray, as_block, closure_error, joined_copies
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.staging.recorder import is_slot, one_line, slot_of
-from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
@@ -237,7 +236,7 @@ def joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: 
     if checked and len(places) < len(own.specs):
         _check_objects_agree(where, mesh, outcome)
     if not places and not distributed:
-        return [_object({w: r.blocks[k] for w, r in results.items()}) for k in range(len(own.blocks))]
+        return [joined_copies({w: r.blocks[k] for w, r in results.items()}) for k in range(len(own.blocks))]
     # Blocks on a device are not compared: that would wait for it.
     turn = _turns_of_copies(mesh, outcome, places, turns) if checked and mesh.places is None else {}
     parts = {k: {w: compared_part(slot_of(r.blocks[k]), n) for w, r in results.items()} for k, n in turn.items()}
@@ -247,7 +246,7 @@ def joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: 
         summaries = {
             w: [_BlockSummary(r.blocks[k].shape, r.blocks[k].dtype) for k in places] for w, r in results.items()
         }
-    joined = [_object({w: r.blocks[k] for w, r in results.items()}) for k in range(len(own.blocks))]
+    joined = [joined_copies({w: r.blocks[k] for w, r in results.items()}) for k in range(len(own.blocks))]
     for j, k in enumerate(places):
         notes = [summaries[w][j] for w in range(size)]
         path, spec = own.paths[k], own.specs[k]
@@ -259,13 +258,6 @@ def joined_leaves(where: str, mesh: Mesh, outcome: Outcome, check: bool, turns: 
         joined[k] = PartitionedArray(mesh.shared(layout, lambda w, k=k: results[w].blocks[k]), layout, mesh)
         joined[k].compared = checked
     return joined
-
-
-def _object(copies: dict[int, Any]) -> Any:
-    """A result with the spec None: that of the first worker here; a value of recorded programs is one of all."""
-    first = next(iter(copies.values()))
-    programs = RECORDING.get()
-    return programs.joined(copies) if programs is not None and is_slot(first) else first
 
 
 class _BlockSummary(NamedTuple):

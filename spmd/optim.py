@@ -7,7 +7,6 @@ kernel passes over each array once, with the results of the formulas.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,14 +18,27 @@ from spmd.array import PartitionedArray, device_of_worker
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import checked, is_slot, one_line
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
-from spmd.device import seen
-from spmd.errors import describe, message
+from spmd.errors import SpecError, describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
+from spmd.layout import P, Spec
 from spmd.lazy_imports import lazy_attributes
+from spmd.optim_numbers import (
+    Rate,
+    as_python_number,
+    checked_option,
+    checked_rate,
+    cosine,
+    count_of,
+    linear,
+    next_count,
+    rate_at,
+)
 from spmd.ownership import DONATED, donated_error, reclaimed
+from spmd.placement import put
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
@@ -36,15 +48,21 @@ if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(__name__, {})
 
 
-Rate = float | Callable[[int], float]
-
-
 class Optimizer(NamedTuple):
     """A pair of pure functions. params: any pytree of real floating-point arrays.
 
     init: params -> state. update: (grads, state, params, *, donate=False) -> (new params, new state). The arguments are
     in the order of optax, whose `update` returns differences instead. New parameters keep dtype and layout. Updates are
     differentiable, so one can differentiate through training (through Adam if no gradient entry was zero all the time).
+    The state counts updates in an array of one integer, so `spmd.jit` records an update once.
+
+    specs: specs of params -> specs of the state, for in_specs and out_specs. What a state holds for each parameter lies
+    as the parameter does, the count is P(). param_specs: a spec for all, or a tree of P, `Layout`, None (passed as it
+    is) or global arrays, whose layouts count. Raises SpecError for anything else, with the path of the leaf.
+
+        specs = {"w": P(None, "model"), "b": P()}
+        state_specs = optimizer.specs(specs)
+        step = spmd.map(optimizer.update, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs))
 
     donate: give up the state and params that are `PartitionedArray`s, as jax.jit(donate_argnums=...) does. On the host
     the results reuse their memory if nothing else refers to it, and a step needs no memory besides its gradients. Using
@@ -57,27 +75,28 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
+    specs: Callable[[Any], Any]
 
 
 class SGDState(NamedTuple):
     """The state of `sgd`.
 
-    steps: the number of updates. velocity: the running sum of gradients, like the parameters (float32 for float16 and
-    bfloat16); None without momentum.
+    steps: the number of updates, an array of one integer. velocity: the running sum of gradients, like the parameters
+    (float32 for float16 and bfloat16); None without momentum.
     """
 
-    steps: int
+    steps: Any
     velocity: Any
 
 
 class AdamState(NamedTuple):
     """The state of `adam` and `adamw`.
 
-    steps: the number of updates. mean, square: running averages of the gradient and its square, like the parameters
-    (float32 for float16 and bfloat16).
+    steps: the number of updates, an array of one integer. mean, square: running averages of the gradient and its
+    square, like the parameters (float32 for float16 and bfloat16).
     """
 
-    steps: int
+    steps: Any
     mean: Any
     square: Any
 
@@ -90,11 +109,11 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning", ICML 2013.
     The rate is not part of v, as in PyTorch and optax.
     """
-    learning_rate = _checked_rate("spmd.optim.sgd", learning_rate)
-    momentum = _checked_option("spmd.optim.sgd", "momentum", momentum, 0.9)
+    learning_rate = checked_rate("spmd.optim.sgd", learning_rate)
+    momentum = checked_option("spmd.optim.sgd", "momentum", momentum, 0.9)
 
     def init(params):
-        return SGDState(0, tree.map(_zeros, params) if momentum else None)
+        return SGDState(_first_count(params), tree.map(_zeros, params) if momentum else None)
 
     def formula(rate, p, g, v=None):
         direction = g = _widened(g)
@@ -104,14 +123,18 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         return _cast_like(_widened(p) - rate * direction, p), v
 
     def update(grads, state, params, *, donate=False):
-        rate = _rate_at(learning_rate, state.steps)
+        rate = rate_at(learning_rate, count_of(state.steps))
         state_trees = (state.velocity,) if momentum else ()
         numbers = _kernel_options(rate, momentum, nesterov)
         step = _Step(_sgd, numbers, partial(formula, rate))
         params, velocity = step.on_each(2, donate, params, grads, *state_trees)
-        return params, SGDState(state.steps + 1, velocity if momentum else state.velocity)
+        return params, SGDState(next_count(state.steps), velocity if momentum else state.velocity)
 
-    return Optimizer(api_boundary(init), api_boundary(update))
+    def specs(param_specs):
+        moments = _moment_specs("spmd.optim.sgd", param_specs)
+        return SGDState(P(), moments if momentum else None)
+
+    return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
 
 
 @api_boundary
@@ -140,13 +163,13 @@ def adamw(
 
 
 def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> Optimizer:
-    learning_rate = _checked_rate(where, learning_rate)
-    b1, b2 = _checked_option(where, "b1", b1, 0.9, below=1), _checked_option(where, "b2", b2, 0.999, below=1)
-    eps = _checked_option(where, "eps", eps, 1e-8)
-    weight_decay = _checked_option(where, "weight_decay", weight_decay, 1e-2)
+    learning_rate = checked_rate(where, learning_rate)
+    b1, b2 = checked_option(where, "b1", b1, 0.9, below=1), checked_option(where, "b2", b2, 0.999, below=1)
+    eps = checked_option(where, "eps", eps, 1e-8)
+    weight_decay = checked_option(where, "weight_decay", weight_decay, 1e-2)
 
     def init(params):
-        return AdamState(0, tree.map(_zeros, params), tree.map(_zeros, params))
+        return AdamState(_first_count(params), tree.map(_zeros, params), tree.map(_zeros, params))
 
     def formula(rate, t, p, g, m, s):
         g, wide = _widened(g), _widened(p)
@@ -156,45 +179,43 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         return _cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
     def update(grads, state, params, *, donate=False):
-        rate, t = _rate_at(learning_rate, state.steps), state.steps + 1
+        steps = count_of(state.steps)
+        rate, t = rate_at(learning_rate, steps), steps + 1
         numbers = _kernel_options(rate, b1, b2, eps, weight_decay, t)
         step = _Step(_adamw, numbers, partial(formula, rate, t))
         params, *moments = step.on_each(3, donate, params, grads, state.mean, state.square)
-        return params, AdamState(t, *moments)
+        return params, AdamState(next_count(state.steps), *moments)
 
-    return Optimizer(api_boundary(init), api_boundary(update))
+    def specs(param_specs):
+        moments = _moment_specs(where, param_specs)
+        return AdamState(P(), moments, moments)
 
-
-def _checked_rate(where: str, learning_rate: Any) -> Any:
-    return learning_rate if callable(learning_rate) else _checked_option(where, "learning_rate", learning_rate, 1e-3)
-
-
-def _rate_at(learning_rate: Rate, steps: int):
-    if not callable(learning_rate):
-        return learning_rate
-    return _checked_option("spmd.optim", f"learning_rate, of {steps} updates done,", learning_rate(steps), 1e-3)
+    return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
 
 
-def _checked_option(
-    where: str, argument: str, x: Any, example: float, below: float = math.inf, minimum: float = 0
-) -> Any:
-    """An option of an optimiser as a number that does not widen arrays. Arrays stay: they may be differentiated."""
-    if isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool):
-        fits = minimum <= x < below
-    elif type(x) is np.ndarray:
-        fits = x.dtype.kind in "fiu" and bool(np.all((x >= minimum) & (x < below)))
-    else:
-        fits = not isinstance(x, np.generic) and getattr(x, "dtype", None) is not None
-    if fits:
-        return _as_python_number(x)
-    name = argument.split(",")[0]
-    need = f"a number, at least {minimum}" + (f" and below {below}" if below < math.inf else ", finite")
-    raise ValueError(message(where, argument=argument, got=describe(x), need=need, mend=f"{name}={example}"))
+def _moment_specs(where: str, param_specs: Any) -> Any:
+    """The specs of what a state holds for each parameter."""
+    paths, leaves, structure = tree.flatten_with_path(param_specs, none_is_leaf=True)
+    return tree.unflatten(
+        structure, [_spec_like(where, f"param_specs{p}", x) for p, x in zip(paths, leaves, strict=True)]
+    )
 
 
-def _as_python_number(number):
-    """A NumPy number as a Python number, which takes the dtype of the arrays it meets."""
-    return float(number) if isinstance(number, np.floating) else number
+def _spec_like(where: str, path: str, x: Any) -> Spec | None:
+    if x is None or isinstance(x, Spec):
+        return x
+    value = value_of(x)
+    if type(value) is PartitionedArray:
+        layout = value.layout
+        named = layout.spec is not None and layout.balanced and layout.copies == "invariant"
+        return layout.spec if named else layout
+    raise SpecError.at(
+        f"{where}(...).specs",
+        argument=path,
+        got=describe(x),
+        need="a spec, a Layout, None, or a global array, whose layout counts",
+        mend='P() for copies on all workers, P(None, "model") for blocks',
+    )
 
 
 def _cast_like(new, old):
@@ -232,6 +253,14 @@ def _check(argument: str, a: Any, p: Any = None) -> None:
                 mend="np.asarray(x, float)" if p is None else "the gradient of a real loss by these parameters",
             )
         )
+
+
+def _first_count(params: Any) -> Any:
+    """The count of no update: where parameters are global arrays, it is one too, so that all calls get one kind."""
+    meshes = (p.mesh for p in map(value_of, tree.leaves(params)) if type(p) is PartitionedArray)
+    mesh = next(meshes, None)
+    # A count on a GPU would be waited for in every update.
+    return np.asarray(0) if mesh is None or mesh.places is not None else put(np.asarray(0), P(), mesh)
 
 
 def _zeros(p):
@@ -385,7 +414,7 @@ def _reusable_ids(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
     return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and counts[id(a)] == 1}
 
 
-# Schedules and clipping
+# Clipping
 
 
 @api_boundary
@@ -397,6 +426,12 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     the gradients, another all-reduce computes it in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training
     recurrent neural networks", ICML 2013. Raises ValueError unless max_norm is positive.
     """
+    checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
+    scale, wide = _scale(grads, max_norm), tree.map(_widened, grads)
+    return tree.map(lambda g, w: _cast_like(_cast_like(w * scale, w), g), grads, wide)
+
+
+def _check_max_norm(max_norm: Any) -> None:
     is_number = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
     if not (is_number or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
         raise ValueError(
@@ -408,52 +443,50 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
                 mend="clip_by_global_norm(grads, 1.0)",
             )
         )
-    scale = 1 / np.sqrt(np.maximum(_relative_square(grads, max_norm), 1.0))
-    return tree.map(lambda g: _cast_like(g * scale, g), grads)
 
 
-def _relative_square(grads: Any, max_norm: float) -> Any:
-    """The squared norm, relative to max_norm²."""
-    if all(map(seen, map(value_of, tree.leaves(grads)))):
-        wide, limit = tree.map(_widened, grads), _as_python_number(max_norm)
+def _scale(grads: Any, max_norm: Any) -> Any:
+    """The factor that reduces the norm to max_norm; 1 for smaller norms."""
+    fits: Any = None
+    fast: Any = None
+    if not any(map(on_device, map(value_of, tree.leaves(grads)))):  # a device is not asked for values
+        wide, limit = tree.map(_widened, grads), as_python_number(max_norm)
         with np.errstate(over="ignore", under="ignore", divide="ignore"):
             total = np.real(inner(wide, wide))
             relative = total / limit / limit
-        if value_of(total) > 1e-20 and value_of(relative) < np.inf:  # no relevant underflow, on any worker
-            return relative
-    # Squares may overflow or underflow, and a device is not asked: divide first, in float64.
+            fits = (total > 1e-20) & (relative < np.inf)  # no relevant underflow, on any worker
+            fast = _scale_to(relative)
+        if not _is_recorded(fits) and value_of(fits):
+            return fast
     limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
+    scale = _scale_to(_scaled_square(grads, limit, fits))
+    # A recorded program computes both, and decides in every run. A product with float64 is exact for shorter dtypes.
+    return np.where(fits, fast, scale) if _is_recorded(fits) else scale
+
+
+def _scaled_square(grads: Any, limit: Any, fits: Any) -> Any:
+    """The square of the norm of grads / limit, in float64. Squares may overflow or underflow, so division comes first.
+
+    fits: whether a recorded program does without, in which case a body leaves the squares out."""
+    leaves = tree.leaves(grads)
+    in_body = all(type(x) is Array and x.tape is None for x in (fits, *leaves)) and is_slot(value_of(fits))
+    if in_body and getattr(limit, "tape", None) is None and not fits.state.varying:
+        limit, skip = value_of(limit), value_of(fits)
+        parts = [Array(one_line(_square_unless, (skip, g.value, limit)), g.state) for g in leaves]
+        return inner(parts, [1.0] * len(parts))
     scaled = tree.map(lambda g: g / limit, grads)
     return np.real(inner(scaled, scaled))
 
 
-@api_boundary
-def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
-    """A learning rate that falls from `rate` to `end` along half a cosine in `steps` updates, and stays there.
-
-    warmup: a number of updates before, in which the rate grows linearly to `rate`. Loshchilov, Hutter, "SGDR:
-    Stochastic gradient descent with warm restarts", ICLR 2017.
-    """
-    return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
+def _square_unless(skip: Any, g: np.ndarray, limit: Any) -> Any:
+    quotient = None if skip else g / limit
+    return np.float64(0) if quotient is None else np.sum(quotient * quotient)
 
 
-@api_boundary
-def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
-    """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`."""
-    return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)
+def _is_recorded(x: Any) -> bool:
+    value = value_of(x)
+    return any(map(is_slot, value.__spmd_parts__() if type(value) is PartitionedArray else (value,)))
 
 
-def _schedule(
-    name: str, rate: float, steps: int, end: float, warmup: int, shape: Callable[[float], float]
-) -> Callable[[int], float]:
-    where = f"spmd.optim.{name}"
-    rate, end = _checked_option(where, "rate", rate, 1e-3), _checked_option(where, "end", end, 0.0)
-    steps = _checked_option(where, "steps", steps, 1000, minimum=1)
-    warmup = _checked_option(where, "warmup", warmup, 100)
-
-    def at(done: int) -> float:
-        if done < warmup:
-            return rate * (done + 1) / (warmup + 1)
-        return end + (rate - end) * shape(min(1.0, (done - warmup) / steps))
-
-    return at
+def _scale_to(relative_square: Any) -> Any:
+    return 1 / np.sqrt(np.maximum(relative_square, 1.0))

@@ -76,14 +76,16 @@ def _misfit(specs, value, path: str) -> str:
             missing = [k for k in names if k not in specs or k not in value]
             if missing:
                 return text.format(path, missing[0])
-        inside = [(k, specs[k], value[k]) for k in specs]
+        inside = [(f"[{k!r}]", specs[k], value[k]) for k in specs]
     elif isinstance(specs, tuple | list) and type(specs) is type(value):
         if len(specs) != len(value):
             return f"{path} has {len(value)} entries for {len(specs)} specs"
-        inside = [(k, s, v) for k, (s, v) in enumerate(zip(specs, value, strict=True))]
+        names = getattr(value, "_fields", None)
+        steps = [f"[{k}]" for k in range(len(value))] if names is None else [f".{name}" for name in names]
+        inside = list(zip(steps, specs, value, strict=True))
     else:
         return f"{path} is {_a(type(value).__name__)}, its specs {_a(type(specs).__name__)}"
-    misfits = (_misfit(s, v, f"{path}[{k!r}]") for k, s, v in inside if s is not None and not isinstance(s, Spec))
+    misfits = (_misfit(s, v, path + step) for step, s, v in inside if s is not None and not isinstance(s, Spec))
     return next((text for text in misfits if text), "")
 
 

@@ -101,3 +101,28 @@ def test_a_planted_bug_is_found_under_mpiexec_too():
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("NOT adjoint") == 1
     assert ended.stdout.count(": adjoint (exact") == 2
+
+
+RECORDED = ROOT / "examples" / "recorded_step.py"
+
+
+def losses(ended: subprocess.CompletedProcess) -> list[str]:
+    """The losses that recorded_step.py prints: by a body and by global arrays, each without spmd.jit and with it."""
+    assert ended.returncode == 0, str(ended)
+    found = re.findall(r"loss (\S+) ", ended.stdout)
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("mesh", [("2", "2"), ("3", "1"), ("1", "1")])
+def test_recorded_steps_give_the_losses_of_others(mesh):
+    found = losses(run_python(RECORDED, "--steps", "40", "--data", mesh[0], "--model", mesh[1], timeout=120))
+    assert len(set(found)) == 1
+    assert float(found[0]) < 0.8
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_recorded_steps_under_mpiexec():
+    ended = launch(RECORDED, "--steps", "40", n=4, timeout=120)
+    assert losses(ended) == losses(run_python(RECORDED, "--steps", "40", timeout=120))

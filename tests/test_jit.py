@@ -608,7 +608,7 @@ def test_an_error_of_the_body_leaves_nothing_behind(scheduler):
 def test_many_kinds_of_arguments_are_told():
     once = spmd.jit(spmd.Mesh(x=1).map(lambda x, n: x * n, (P("x"), None), P("x")))
     for n in range(63):
-        once(np.ones(2), n)
+        once(np.ones(2), n), once(np.ones(2), n)  # not recorded in a row
     with pytest.warns(UserWarning, match="64 kinds of arguments"):
         once(np.ones(2), 63)
 

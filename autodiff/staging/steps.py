@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -295,3 +295,106 @@ class _Back:
 
     def results(self) -> tuple[Any, ...]:
         return (*self.gs, *(self.buffers[k] for k in sorted(self.buffers)))
+
+
+class While:
+    """A line that repeats a step as long as a condition holds: `(comm, *carry, *outer)` gives the last carry.
+
+    condition, step: the recorded regions, of one carry each. holds: what the condition returns.
+    outputs: the next carry.
+    """
+
+    def __init__(self, condition: Region, holds: Any, step: Region, outputs: Sequence[Any], name: str):
+        self.__name__ = name
+        self.count = len(outputs)
+        outer = dict.fromkeys((*condition.outer([holds]), *step.outer(outputs)))
+        self.outer = [*outer]
+        self.condition = condition.built((), [*condition.inputs, *self.outer], [holds], f"{name}, condition")
+        self.step = step.built((), [*step.inputs, *self.outer], outputs, name)
+
+    def __spmd_programs__(self) -> list[Built]:
+        return [self.condition, self.step]
+
+    def __call__(self, comm: Any, *values: Any) -> tuple[Any, ...]:
+        carry, outer = [*values[: self.count]], values[self.count :]
+        while self.condition.run(comm, [*carry, *outer])[0]:
+            carry = self.step.run(comm, [*carry, *outer])
+        return tuple(carry)
+
+
+class Branches:
+    """A line that runs one of two recorded functions: `(comm, pred, *operands, *outer)` is (results..., saved).
+
+    regions, outputs: of the function where pred is true, and where it is false. kept: of each the numbers of the values
+    that its way back needs. outer: the numbers of the values from outside that they use. apart: whether pred may differ
+    between workers, whose collectives then are not counted.
+    """
+
+    def __init__(self, regions: Sequence[Region], outputs: Sequence[Sequence[Any]], apart: bool, name: str):
+        self.regions, self.outputs, self.apart, self.__name__ = regions, outputs, apart, name
+        self.kept: list[list[int]] = [[], []]
+        self.outer = [*dict.fromkeys(i for r, outs in zip(regions, outputs, strict=True) for i in r.outer(outs))]
+        self._built: list[Built] | None = None
+
+    def keep(self, of_branch: int, numbers: Iterable[int]) -> None:
+        """Keep these values of one of the functions, too."""
+        kept = self.kept[of_branch]
+        kept += [i for i in numbers if i not in kept]
+        self._built = None
+
+    def __spmd_programs__(self) -> list[Built]:
+        """The two functions."""
+        if self._built is None:
+            self._built = [
+                region.built((), [*region.inputs, *self.outer], [*outs, *map(Ref, kept)], f"{self.__name__}, {which}")
+                for region, outs, kept, which in zip(self.regions, self.outputs, self.kept, (True, False), strict=True)
+            ]
+        return self._built
+
+    def __call__(self, comm: Any, pred: Any, *values: Any) -> tuple[Any, ...]:
+        which, number = 0 if pred else 1, getattr(comm, "number", 0)
+        found, count = self.__spmd_programs__()[which].run(comm, [*values]), len(self.outputs[which])
+        if self.apart:
+            comm.number = number
+        saved = Saved(1)
+        saved.rows[0] = which, found[count:]
+        return (*found[:count], saved)
+
+
+class BackBranches:
+    """The way back through `Branches`: `(comm, saved, *cotangents, *outer)` is (cotangents...).
+
+    regions, outputs: for each function the recorded sweep, and the cotangents of what it depends on, by key.
+    keys: those of the results, in order, with shape and dtype: a function that does not depend on one gives zeros.
+    """
+
+    def __init__(
+        self, branches: Branches, regions: Sequence[Region], outputs: Sequence[Mapping[Any, Any]], keys: Any, name: str
+    ):
+        self.branches, self.outputs, self.keys, self.__name__ = branches, outputs, keys, name
+        used = []
+        for which, (region, outs) in enumerate(zip(regions, outputs, strict=True)):
+            forward = branches.regions[which]
+            own = {*forward.inputs, *forward.produced}
+            numbers = region.outer(outs.values())
+            branches.keep(which, (i for i in numbers if i in own))
+            used += [i for i in numbers if i not in own]
+        self.outer = [*dict.fromkeys(used)]
+        self.kept = [len(kept) for kept in branches.kept]
+        self.built = [
+            region.built((), [*region.inputs, *kept, *self.outer], [*outs.values()], f"{name}, {which}")
+            for region, kept, outs, which in zip(regions, branches.kept, outputs, (True, False), strict=True)
+        ]
+
+    def __spmd_programs__(self) -> list[Built]:
+        """The two ways back."""
+        return self.built
+
+    def __call__(self, comm: Any, saved: Saved, *values: Any) -> tuple[Any, ...]:
+        (which, kept), number = saved.rows[0], getattr(comm, "number", 0)
+        count = len(values) - len(self.outer)
+        found = self.built[which].run(comm, [*values[:count], *kept[: self.kept[which]], *values[count:]])
+        if self.branches.apart:
+            comm.number = number
+        by_key = dict(zip(self.outputs[which], found, strict=True))
+        return tuple(by_key[k] if k in by_key else np.zeros(*like) for k, like in self.keys.items())

@@ -15,8 +15,18 @@ from spmd.autodiff.transform_arguments import name_of, refuse_handles
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.mesh import WORKER
+from spmd.state import State
 
-__all__ = ["Step", "carry_leaves", "fixed", "is_number", "where_of"]
+__all__ = [
+    "Step",
+    "array_leaf",
+    "carry_leaves",
+    "fixed",
+    "is_number",
+    "layout_of_leaf",
+    "state_of_leaf",
+    "where_of",
+]
 
 
 def where_of(function: str, f: Callable) -> str:
@@ -32,26 +42,31 @@ def is_number(x: Any) -> bool:
 def carry_leaves(where: str, leaves: Sequence[Any], paths: Sequence[str]) -> list[Any]:
     """The leaves of an initial carry as arrays of where the loop runs; Python's numbers stay what they are."""
     refuse_handles(list(leaves), where, "init")
-    return [_as_array(where, x, f"init{path}") for x, path in zip(leaves, paths, strict=True)]
+    return [array_leaf(_checked(where, x, f"init{path}")) for x, path in zip(leaves, paths, strict=True)]
 
 
-def _as_array(where: str, x: Any, argument: str) -> Any:
-    """A leaf of a carry as an array, with its state in a body that tracks states."""
-    if type(x) in (Array, PartitionedArray) or frontend(x) is not None:
+def _checked(where: str, x: Any, argument: str) -> Any:
+    """A leaf of a carry, which must be an array or a number."""
+    if type(x) in (Array, PartitionedArray) or frontend(x) is not None or is_number(x) or hasattr(x, "dtype"):
         return x
-    if not is_number(x) and not hasattr(x, "dtype"):
-        raise LayoutError.at(
-            where,
-            argument=argument,
-            got=describe(x),
-            need="an array or a number: what a step takes and returns",
-            mend="close over what does not change; spmd.tree.register(cls) for a class that holds arrays",
-        )
+    raise LayoutError.at(
+        where,
+        argument=argument,
+        got=describe(x),
+        need="an array or a number: what a step takes and returns",
+        mend="close over what does not change; spmd.tree.register(cls) for a class that holds arrays",
+    )
+
+
+def array_leaf(x: Any) -> Any:
+    """An array or a number with its state, in a body that tracks states; anything else unchanged."""
     worker = WORKER.get()
-    return x if worker is None or worker.frontend is not None else worker.carrying(x, worker.state())
+    if worker is None or worker.frontend is not None or type(x) in (Array, PartitionedArray) or frontend(x) is not None:
+        return x
+    return worker.carrying(x, worker.state())
 
 
-def _layout(x: Any) -> Any:
+def layout_of_leaf(x: Any) -> Any:
     """How a value lies: its state in a body, its layout outside; None for bare data."""
     if type(x) is Array:
         bare = value_of(x)
@@ -61,6 +76,12 @@ def _layout(x: Any) -> Any:
     known = frontend(x)
     worker = WORKER.get()
     return known.state(x) if known is not None and worker is not None and worker.tracked else None
+
+
+def state_of_leaf(x: Any) -> State | None:
+    """The state of a value in a body; None outside, and for bare data."""
+    found = layout_of_leaf(x)
+    return found if isinstance(found, State) else None
 
 
 def _reduced(x: Any) -> Any:
@@ -77,14 +98,14 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
         if np.shape(slot_of(value_of(after))) == ():
             return after
     elif is_number(after) and before.shape == ():
-        after = _as_array(where, np.asarray(after, before.dtype) if type(after) is not Array else after, path)
+        after = array_leaf(np.asarray(after, before.dtype) if type(after) is not Array else after)
         if type(after) is Array and is_number(after):
             after = after.astype(before.dtype)
     if type(value_of(before)) is PartitionedArray and not value_of(before).layout.unreduced:
         after = _reduced(after)
     if not hasattr(after, "dtype"):
         raise _changed(where, path, before, after, "an array")
-    if type(before) is not Array and type(after) is Array and after.tape is None and _layout(before) is None:
+    if type(before) is not Array and type(after) is Array and after.tape is None and layout_of_leaf(before) is None:
         return after  # bare data, in a body that knows no states before its first operation
     if tuple(after.shape) != tuple(np.shape(before)):
         raise _changed(where, path, before, after, "one shape", "pad the array to one shape")
@@ -92,7 +113,7 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
         raise _changed(
             where, path, before, after, "one dtype", f"x.astype({str(before.dtype)!r}), in the step or before"
         )
-    if (had := _layout(before)) != (has := _layout(after)):
+    if (had := layout_of_leaf(before)) != (has := layout_of_leaf(after)):
         raise _changed_layout(where, path, before, after, had, has)
     return after
 

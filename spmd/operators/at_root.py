@@ -27,14 +27,14 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.blocks import owned_block
+from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
 from spmd.operators.sums import Vary
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group
-from spmd.transport.handles import Handle, read_only
-from spmd.transport.plan import Plan
+from spmd.transport.handles import read_only
 
 __all__ = ["at_root"]
 
@@ -195,9 +195,7 @@ class _RootCall:
 
     def _run_alone(self, fn: Callable, xs: list) -> list:
         """fn(*xs), whose collectives the others do not make, and so are not numbered."""
-        comm = self.worker.comm
-        while type(comm) is _RootComm:
-            comm = comm.comm
+        comm = whole_comm(self.worker.comm)
         token, number = WORKER.set(_RootWorker(self.worker, self.axes)), comm.number
         try:
             with refusing(0, _closure):
@@ -291,47 +289,19 @@ class _RootWorker(Worker):
         super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
         self.axes = (*axes, *root_axes(worker))
         self.frontend = worker.frontend
-        self.comm: Any = _RootComm(worker.comm, axes)
+        self.comm: Any = PartialComm(worker.comm, axes, _refused)
         self.prepared = {}  # The short ways of others count on the transport as it is.
 
 
-class _RootComm:
-    """A worker's `Comm` that refuses collectives with workers that do not take part."""
-
-    def __init__(self, comm: Any, axes: tuple[str, ...]):
-        self.comm = comm
-        self.axes = axes
-
-    def repeated_plan(self, *_: Any) -> None:
-        """None: every call is to be checked."""
-
-    def __getattr__(self, name: str):
-        attribute = getattr(self.comm, name)
-        if not callable(attribute):
-            return attribute
-
-        def verb(group: Group, call: Call, *args):
-            self._check(group, call)
-            return attribute(group, call, *args)
-
-        return verb
-
-    def run(self, plan: Any, call: Call, x: Any) -> Handle:
-        if type(plan) is not Plan or plan.kind != "none":
-            self._check(plan.group, call)
-        return self.comm.run(plan, call, x)
-
-    def _check(self, group: Group, call: Call) -> None:
-        along = [a for a in self.axes if a in group.axes]
-        if along and group.size > 1:
-            raise StateError.at(
-                _WHERE,
-                argument="f",
-                got=f"{call} {call.source}, within a function that only the root along {along[0]!r} runs",
-                need="no collective along the axes of the root, nor an argument that is differentiated and meets "
-                "data that vary along them: its gradient is a sum over workers",
-                mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
-            )
+def _refused(axis: str, call: Call) -> StateError:
+    return StateError.at(
+        _WHERE,
+        argument="f",
+        got=f"{call} {call.source}, within a function that only the root along {axis!r} runs",
+        need="no collective along the axes of the root, nor an argument that is differentiated and meets "
+        "data that vary along them: its gradient is a sum over workers",
+        mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
+    )
 
 
 def _encoded(out, worker: Worker) -> tuple[Any, list]:

@@ -131,8 +131,14 @@ def test_the_result_may_be_any_block_or_another_array(n, dtype, how, monkeypatch
                 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex128", "float16", "int16"])
-@pytest.mark.parametrize("n", [2, 3, 8, 11])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [  # Every count and every dtype twice; the other pairs are long searches.
+        pytest.param(n, dtype, marks=[pytest.mark.full] if (k + d) % 2 else [])
+        for k, n in enumerate([2, 3, 8, 11])
+        for d, dtype in enumerate(["float32", "complex128", "float16", "int16"])
+    ],
+)
 def test_thresholds_change_no_bits(n, dtype):
     itemsize = dtype_of(dtype).itemsize
     for nbytes in {CACHE, pool.out_min(), moves._PIECE, split_work.SPLIT_MIN}:

@@ -543,7 +543,7 @@ def check_case(case: Case, scheduler: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
 @given(st.data(), st.sampled_from(["lockstep", "threads"]), st.integers(0, 99))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_operator(kind, data, scheduler, seed):
     check_case(data.draw(cases(kind)), scheduler, seed)
 

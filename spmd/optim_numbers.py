@@ -1,0 +1,158 @@
+"""The numbers of optimisers: their options, learning rates, and counts of updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray, joined_copies
+from spmd.autodiff.staging.recorder import checked, is_slot, one_line, slot_of
+from spmd.autodiff.tracer import Array, value_of
+from spmd.errors import JitError, describe, message
+from spmd.kernels import on_device
+from spmd.tracebacks import api_boundary
+
+__all__ = ["Rate", "as_python_number", "checked_option", "checked_rate", "cosine", "count_of", "linear", "next_count"]
+
+Rate = float | Callable[[int], float]
+
+
+def checked_option(
+    where: str, argument: str, x: Any, example: float, below: float = math.inf, minimum: float = 0
+) -> Any:
+    """An option of an optimiser as a number that does not widen arrays. Arrays stay: they may be differentiated.
+
+    An option that is an input of a recorded program is checked in every run."""
+
+    def check(x: Any) -> None:
+        if isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool):
+            fits = minimum <= x < below
+        elif type(x) is np.ndarray:
+            fits = x.dtype.kind in "fiu" and bool(np.all((x >= minimum) & (x < below)))
+        else:
+            fits = not isinstance(x, np.generic) and getattr(x, "dtype", None) is not None
+        if not fits:
+            name = argument.split(",")[0]
+            need = f"a number, at least {minimum}" + (f" and below {below}" if below < math.inf else ", finite")
+            raise ValueError(message(where, argument=argument, got=describe(x), need=need, mend=f"{name}={example}"))
+
+    checked(check, x)
+    return as_python_number(x)
+
+
+def as_python_number(number: Any) -> Any:
+    """A NumPy number as a Python number, which takes the dtype of the arrays it meets."""
+    return one_line(float, (number,)) if isinstance(slot_of(number), np.floating) else number
+
+
+def checked_rate(where: str, learning_rate: Any) -> Any:
+    return learning_rate if callable(learning_rate) else checked_option(where, "learning_rate", learning_rate, 1e-3)
+
+
+def rate_at(learning_rate: Rate, steps: Any) -> Any:
+    """The learning rate after a number of updates. A recorded program asks a function of this number in every run."""
+    if not callable(learning_rate):
+        return learning_rate
+
+    def learning_rate_at(steps: Any) -> Any:
+        rate, argument = learning_rate(steps), f"learning_rate, of {steps} updates done,"
+        if _is_recorded(rate) and not uses_inputs:
+            raise JitError.at(
+                "spmd.optim, within spmd.jit",
+                argument=argument,
+                got="a rate that depends on arguments of the jitted function",
+                need="one that does so for every number of updates, or for none",
+                mend="np.where(steps < 10, rate, other) in place of `if`",
+            )
+        return checked_option("spmd.optim", argument, rate, 1e-3)
+
+    uses_inputs = not is_slot(steps) or _is_recorded(learning_rate(steps.value))
+    return learning_rate_at(steps) if uses_inputs else one_line(learning_rate_at, (steps,))
+
+
+def _is_recorded(x: Any) -> bool:
+    """Whether a number is an array that a tape or a program may record."""
+    return type(x) in (Array, PartitionedArray) or is_slot(x)
+
+
+# Counts of updates
+
+
+def count_of(steps: Any) -> Any:
+    """The count of updates in a state as a Python number, as which formulas and kernels have the same bits.
+
+    A count that varies over the workers stays an array. One on a GPU is waited for."""
+    x = steps
+    if type(x) is PartitionedArray and x.layout.spec is not None:
+        x = joined_copies(x.reduced.blocks)
+    if type(x) is Array:
+        if x.tape is not None or (x.state is not None and x.state.varying):
+            return steps
+        x = value_of(x)
+    value = slot_of(x)
+    if isinstance(value, bool) or _kind(value) not in ("i", "u") or getattr(value, "shape", ()) != ():
+        raise ValueError(
+            message(
+                "spmd.optim",
+                argument="state, its steps",
+                got=describe(steps),
+                need="the number of updates, an array of one integer",
+                mend="optimizer.init(params), or state._replace(steps=np.asarray(0))",
+            )
+        )
+    return one_line(int, (x,))
+
+
+def next_count(steps: Any) -> Any:
+    """The count after one more update: an array, of the dtype and layout of the last."""
+    if type(steps) is PartitionedArray:
+        blocks = steps.mesh.shared(steps.layout, lambda w: one_line(_incremented, (steps.blocks[w],)))
+        return PartitionedArray(blocks, steps.layout, steps.mesh)
+    return np.add(steps, 1) if type(steps) is Array else one_line(_incremented, (steps,))
+
+
+def _incremented(x: Any) -> Any:
+    return x + 1 if on_device(x) else np.asarray(x + 1)
+
+
+def _kind(x: Any) -> str:
+    dtype = getattr(x, "dtype", None)
+    return "i" if dtype is None and isinstance(x, int) else getattr(dtype, "kind", "")
+
+
+# Schedules
+
+
+@api_boundary
+def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
+    """A learning rate that falls from `rate` to `end` along half a cosine in `steps` updates, and stays there.
+
+    warmup: a number of updates before, in which the rate grows linearly to `rate`. Loshchilov, Hutter, "SGDR:
+    Stochastic gradient descent with warm restarts", ICLR 2017.
+    """
+    return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
+
+
+@api_boundary
+def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
+    """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`."""
+    return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)
+
+
+def _schedule(
+    name: str, rate: float, steps: int, end: float, warmup: int, shape: Callable[[float], float]
+) -> Callable[[int], float]:
+    where = f"spmd.optim.{name}"
+    rate, end = checked_option(where, "rate", rate, 1e-3), checked_option(where, "end", end, 0.0)
+    steps = checked_option(where, "steps", steps, 1000, minimum=1)
+    warmup = checked_option(where, "warmup", warmup, 100)
+
+    def at(done: int) -> float:
+        if done < warmup:
+            return rate * (done + 1) / (warmup + 1)
+        return end + (rate - end) * shape(min(1.0, (done - warmup) / steps))
+
+    return at
