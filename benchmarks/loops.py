@@ -384,7 +384,7 @@ def block_spmd(whole_step: bool) -> Case:
     mesh = spmd.Mesh(data=2, model=2, transport="local")
     specs = {name: P(*axes) for name, axes in SPECS.items()}
     loss, optimizer = partial(block_loss, np, of), optim.adamw(RATE, weight_decay=DECAY)
-    state_specs = optim.AdamState(P(), specs, specs)
+    state_specs = optimizer.specs(specs)
 
     def local(params, state, x, y):
         value, grads = spmd.value_and_grad(loss)(params, x, y)
@@ -397,7 +397,7 @@ def block_spmd(whole_step: bool) -> Case:
 
     def start():
         params = spmd.put(parameters(), specs, mesh)
-        return params, optimizer.init(params)._replace(steps=np.asarray(0))
+        return params, optimizer.init(params)
 
     def step(trained):
         params, state = trained
