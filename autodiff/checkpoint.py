@@ -282,13 +282,12 @@ class Replay:
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
         """The tape on which the call records, and the one that gets its nodes."""
-        discarded = [(t, Tape()) for t in self.inner]
         if self.tape is None:
-            with recording(once=True) as tape, self.redirected(discarded):
+            with recording(once=True) as tape:
                 yield tape, tape
             return
-        side_tape = Tape(once=True)
-        token = ACTIVE.set((*ACTIVE.get(), self.tape))
+        side_tape, discarded = Tape(once=True), [(t, Tape()) for t in self.inner]
+        token = ACTIVE.set((*ACTIVE.get(), self.tape, *self.inner))
         try:
             # Several threads may call a pullback; one at a time redirects the tape.
             with self.tape.lock, self.redirected([(self.tape, side_tape), *discarded]):

@@ -13,7 +13,7 @@ from spmd.layout import Spec
 from spmd.map_arguments import ArgumentSpecs, MapArgument
 from spmd.map_results import BodyResults, MapResult, ResultSpecs, joined_leaves, one_structure
 from spmd.mesh import Mesh, Worker
-from spmd.replicas.closures import note_closure
+from spmd.replicas.closures import closed_arrays, note_closure
 from spmd.replicas.compare import next_turn
 from spmd.scheduler_choice import SchedulerTrial
 from spmd.spec_trees import Leaf, spec_leaves
@@ -108,11 +108,19 @@ class MappedBody:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
         return outcome
 
-    def note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[MapArgument]) -> None:
+    def note_inputs(
+        self,
+        mesh: Mesh,
+        outcome: Outcome,
+        paths: Sequence[str],
+        inputs: Sequence[MapArgument],
+        closed: list[tuple[str, Any]] | None = None,
+    ) -> None:
         """Note the bare arguments of this process, and the arrays that the body closes over, for the comparison with
-        other processes at the end of the map."""
+        other processes at the end of the map. closed: these arrays, if they are known."""
         if not (outcome.replicas.distributed and self.check and mesh.checks):
             return
         for path, x in zip(paths, inputs, strict=True):
             x.note(mesh, outcome.replicas, self.where, path, self.turns)
-        note_closure(tuple(mesh.axes), outcome.replicas, self.where, self.f, self.turns)
+        arrays = closed_arrays(self.f) if closed is None else closed
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, arrays, self.turns)

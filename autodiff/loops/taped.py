@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
 from spmd.autodiff.checkpoint import closure_nodes
-from spmd.autodiff.tape import STEP, Node, Tape
+from spmd.autodiff.tape import STEP, Node, Place, Tape
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of, lower, on, unstated
 
@@ -42,9 +43,10 @@ class StepTape:
 
     tape: the one that records the loop. side: where the nodes of this step went.
     leaves: by position, the nodes of the differentiated leaves: first those of the carry, then the slices.
+    places: by position, the places of leaves of the whole loop, whose cotangents may be deferred.
     inner: inner tapes, on which the step records what it closes over; the results are brought below them.
     carry, ys: what the step returned. closed: the nodes from outside on which it depends, in order of their use.
-    same: (j, k) where ys[j] is the carry's leaf k, which so has cotangents from two sides.
+    same: (j, k) where ys[j] is the carry's leaf k (the first of several), which so has cotangents from two sides.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class StepTape:
         x: Sequence[Any],
         traced: Collection[int],
         inner: Sequence[Tape] = (),
+        places: Mapping[int, Place | None] = MappingProxyType({}),
     ):
         self.tape, self.side = tape, side
         self.leaves: dict[int, Node] = {}
@@ -63,18 +66,15 @@ class StepTape:
         for k in sorted(traced):
             value = values[k]
             shape, dtype = np.shape(value_of(value)), getattr(value, "dtype", None)
-            self.leaves[k] = side.leaf(shape, weak(value_of(value)) if dtype is None else dtype, STEP)
+            dtype = weak(value_of(value)) if dtype is None else dtype
+            self.leaves[k] = side.leaf(shape, dtype, places.get(k, STEP))
             values[k] = Array(unstated(value), getattr(value, "state", None), tape, self.leaves[k])
         self.carry, self.ys = step(values[: len(carry)], values[len(carry) :])
         for t in reversed(inner):
             self.carry, self.ys = ([lower(y, t) for y in part] for part in (self.carry, self.ys))
         self.closed = closure_nodes(tape, side, [*self.carry, *self.ys])
-        self.same = [
-            (j, k)
-            for j, y in enumerate(self.ys)
-            for k, c in enumerate(self.carry)
-            if on(y, tape) and on(c, tape) and y.node is c.node
-        ]
+        of_carry = {id(c.node): k for k, c in reversed([*enumerate(self.carry)]) if on(c, tape)}
+        self.same = [(j, of_carry[id(y.node)]) for j, y in enumerate(self.ys) if on(y, tape) and id(y.node) in of_carry]
         self._proxies: dict[int, Node] = {}
 
     def traced_carry(self) -> set[int]:
@@ -91,12 +91,14 @@ class StepTape:
             self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
             for node in side.nodes:
                 node.parents = [self._proxies.get(id(p), p) for p in node.parents]
-        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
+        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step; of
+        # several ys that of the last one, as in a sweep over all steps.
         twice = dict(self.same)
-        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
+        seeds: list[tuple[Any, Any]]
+        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in reversed(self.same) if k in self.leaves]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
-        for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
+        for out, g in zip([*self.carry, *self.ys[::-1]], [*cotangents.carry, *own[::-1]], strict=True):
             if on(out, self.tape):
                 seeds.append((self._proxies.get(id(out.node), out.node), g))
         nodes = [*self.leaves.values(), *self._proxies.values()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
-from spmd.autodiff.staging.program import COMM, Built, Line, Ref
+from spmd.autodiff.staging.program import COMM, Built, Line, Ref, refs
 from spmd.autodiff.staging.recorder import Program, is_slot
 from spmd.errors import JitError
 
@@ -22,34 +22,33 @@ class Unrollable(Exception):
 class Steps:
     """What a program knows of its loops.
 
-    noted: the stand-ins that lines took, by number, while a step is recorded. inside: by number the loop inside of
-    whose step a value was computed. open: the loops whose steps are recorded now, forward or back.
+    inside: by number the loop inside of whose step a value was computed. open: the regions that are recorded now.
     """
 
     def __init__(self) -> None:
-        self.noted: dict[int, Any] = {}
         self.inside: dict[int, object] = {}
-        self.open: list[object] = []
+        self.open: list[Region] = []
 
     def note(self, x: Any) -> None:
         """A line takes a stand-in. Raises if it is a value of a step, used outside of the loop."""
         loop = self.inside.get(x.index)
-        if loop is not None and loop not in self.open:
+        if loop is not None and all(region.loop is not loop for region in self.open):
             raise JitError.at(
                 "a loop, within spmd.jit",
                 got=f"{x!r}, which a step computed, used outside of the loop",
                 need="steps that hand on what they compute: by the carry, or as y",
                 mend="return it, (carry, y), and take it from the results of the loop",
             )
-        if self.open:
-            self.noted[x.index] = x
+        for region in self.open:
+            region.noted[x.index] = x
 
 
 class Region:
     """Lines that are cut out of a program: those recorded between `open` and `close`, by `cut`.
 
-    inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
-    an effect; the others stay in the program, before the loop. produced: the numbers of the values of `lines`.
+    loop: what marks its values. inputs: the numbers of the stand-ins for what changes from step to step.
+    lines: those that depend on them, or have an effect; the others stay in the program, before the loop.
+    produced: the numbers of the values of `lines`. noted: the stand-ins that lines took, by number.
     """
 
     def __init__(self, program: Program, loop: object):
@@ -57,17 +56,18 @@ class Region:
         self.inputs: list[int] = []
         self.lines: list[Line] = []
         self.produced: set[int] = set()
+        self.noted: dict[int, Any] = {}
         if program.steps is None:
             program.steps = Steps()
 
     def open(self) -> None:
         """The next line is the first one."""
         self.start = len(self.program.lines)
-        self.program.steps.open.append(self.loop)
+        self.program.steps.open.append(self)
 
     def close(self) -> None:
         """The last line was recorded."""
-        self.program.steps.open.remove(self.loop)
+        self.program.steps.open.remove(self)
 
     def stand_in(self, value: Any) -> Any:
         """The stand-in for a value that changes from step to step."""
@@ -93,17 +93,21 @@ class Region:
             raise Unrollable
         program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self.loop))
 
-    def outer(self, outputs: Iterable[Any], known: Collection[int] = ()) -> list[int]:
-        """The numbers of the values from outside that the lines and these outputs use. known: not from outside."""
-        inside = {*self.inputs, *self.produced, *known}
-        used = dict.fromkeys(i for line in self.lines for i in line.used if i not in inside)
-        return [*dict.fromkeys((*used, *(x.index for x in outputs if is_slot(x) and x.index not in inside)))]
+    def outer(self, outputs: Iterable[Any]) -> list[int]:
+        """The numbers of the values from outside that the lines and these outputs use."""
+        inside = {*self.inputs, *self.produced}
+        used = [*(i for line in self.lines for i in line.used), *refs([*outputs])]
+        return [*dict.fromkeys(i for i in used if i not in inside)]
 
     def built(self, before: Sequence[Line], inputs: Sequence[int], outputs: Sequence[Any], name: str) -> Built:
         """The lines as a function of these values. before: lines that run first."""
-        results = [Ref(x.index) if is_slot(x) else x for x in outputs]
         program = self.program
-        return Built([*before, *self.lines], program.likes, program.small, inputs, results, name)
+        return Built([*before, *self.lines], program.likes, program.small, inputs, outputs, name)
+
+
+def _refs(outputs: Iterable[Any]) -> list[Any]:
+    """Results without their values, which a program outlives: stand-ins by number."""
+    return [Ref(x.index) if is_slot(x) else x for x in outputs]
 
 
 class Saved:
@@ -137,11 +141,11 @@ class Loop:
         states: int | None,
         name: str,
     ):
-        self.region, self.counts, self.outputs, self.order, self.states = region, counts, outputs, order, states
+        self.region, self.counts, self.outputs, self.order, self.states = region, counts, _refs(outputs), order, states
         self.__name__ = name
         self.kept: list[int] = []
         self.pulls = 0
-        self.outer = region.outer(outputs)
+        self.outer = region.outer(self.outputs)
         self._built: Built | None = None
 
     def keep(self, numbers: Iterable[int]) -> None:
@@ -205,7 +209,7 @@ class BackStep:
     """
 
     def __init__(self, region: Region, outputs: Sequence[Any], of: Sequence[int]):
-        self.region, self.outputs, self.of = region, outputs, of
+        self.region, self.outputs, self.of = region, _refs(outputs), of
         self.built: Any = None
 
 
@@ -306,6 +310,7 @@ class While:
 
     def __init__(self, condition: Region, holds: Any, step: Region, outputs: Sequence[Any], name: str):
         self.__name__ = name
+        (holds, *outputs) = _refs([holds, *outputs])
         self.count = len(outputs)
         outer = dict.fromkeys((*condition.outer([holds]), *step.outer(outputs)))
         self.outer = [*outer]
@@ -331,9 +336,10 @@ class Branches:
     """
 
     def __init__(self, regions: Sequence[Region], outputs: Sequence[Sequence[Any]], apart: bool, name: str):
-        self.regions, self.outputs, self.apart, self.__name__ = regions, outputs, apart, name
+        self.regions, self.outputs, self.apart, self.__name__ = regions, [*map(_refs, outputs)], apart, name
         self.kept: list[list[int]] = [[], []]
-        self.outer = [*dict.fromkeys(i for r, outs in zip(regions, outputs, strict=True) for i in r.outer(outs))]
+        pairs = zip(regions, self.outputs, strict=True)
+        self.outer = [*dict.fromkeys(i for region, outs in pairs for i in region.outer(outs))]
         self._built: list[Built] | None = None
 
     def keep(self, of_branch: int, numbers: Iterable[int]) -> None:
@@ -371,9 +377,10 @@ class BackBranches:
     def __init__(
         self, branches: Branches, regions: Sequence[Region], outputs: Sequence[Mapping[Any, Any]], keys: Any, name: str
     ):
-        self.branches, self.outputs, self.keys, self.__name__ = branches, outputs, keys, name
+        self.branches, self.keys, self.__name__ = branches, keys, name
+        self.outputs = [dict(zip(outs, _refs(outs.values()), strict=True)) for outs in outputs]
         used = []
-        for which, (region, outs) in enumerate(zip(regions, outputs, strict=True)):
+        for which, (region, outs) in enumerate(zip(regions, self.outputs, strict=True)):
             forward = branches.regions[which]
             own = {*forward.inputs, *forward.produced}
             numbers = region.outer(outs.values())
@@ -383,7 +390,7 @@ class BackBranches:
         self.kept = [len(kept) for kept in branches.kept]
         self.built = [
             region.built((), [*region.inputs, *kept, *self.outer], [*outs.values()], f"{name}, {which}")
-            for region, kept, outs, which in zip(regions, branches.kept, outputs, (True, False), strict=True)
+            for region, kept, outs, which in zip(regions, branches.kept, self.outputs, (True, False), strict=True)
         ]
 
     def __spmd_programs__(self) -> list[Built]:

@@ -129,10 +129,6 @@ class _RecordedLoop(RecordedSteps):
         self.saved = {w: found[-1] for w, found in results.items()}
         return results
 
-    @property
-    def _name(self) -> str:
-        return self.step.where.removeprefix("spmd.").replace(" of ", "_")
-
     # Back
 
     def pull(self, gs: list[Any]) -> list[Any]:

@@ -100,13 +100,15 @@ def _stacked(layout: Layout, n: int) -> Layout:
 class RecordedSteps:
     """Functions whose lines are cut out of the programs, to be run by one line.
 
-    token: what marks the values within. tape: the one that records the call; None if nothing is differentiated.
+    token: what marks the values within. noted: by worker, the stand-ins that the lines take, by number.
+    tape: the one that records the call; None if nothing is differentiated.
     """
 
     def __init__(self, rec: Recording, where: str):
         self.rec, self.where = rec, where
         self.token = object()
         self.regions: dict[int, Region] = {}
+        self.noted: dict[int, dict[int, Any]] = {w: {} for w in rec.programs}
         self.tape: Tape | None = None
 
     @property
@@ -129,6 +131,8 @@ class RecordedSteps:
         """The regions of the last block. more: by worker, numbers of values from outside that change, too."""
         for w, region in self.regions.items():
             region.cut(() if more is None else more[w])
+            self.noted[w].update(region.noted)
+            region.noted = {}
         return self.regions
 
     def stand_in(self, x: Any) -> Any:
@@ -138,14 +142,12 @@ class RecordedSteps:
 
     def outer(self, w: int, numbers: Sequence[int]) -> list[Any]:
         """The values of these numbers, from outside of the regions."""
-        return [self.rec.programs[w].steps.noted[i] for i in numbers]
+        return [self.noted[w][i] for i in numbers]
 
     def pieces(self, values: Sequence[Any], w: int) -> list[Any]:
         """What a program has for some values; they may come from outside of the regions."""
         pieces = [self.rec.piece(x, w) for x in values]
-        steps = self.rec.programs[w].steps
-        if steps is not None:
-            steps.noted.update((x.index, x) for x in pieces if is_slot(x))
+        self.noted[w].update((x.index, x) for x in pieces if is_slot(x))
         return pieces
 
     def tried(self, step: Flat, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any], set[Tape]]:
