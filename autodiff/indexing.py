@@ -92,7 +92,7 @@ def _added(total, g, _shape, index):
     return total
 
 
-SUMS_IN_PLACE[_scatter_once] = _added, lambda args: _is_basic(args[2])
+SUMS_IN_PLACE[_scatter_once] = _added
 
 
 @primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])

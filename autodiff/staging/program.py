@@ -117,9 +117,8 @@ class ValueInfo(NamedTuple):
 _UFUNCS_OF_REDUCTIONS = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
 _OUT_ARGUMENTS = {"activate_vjp": 0}
 """Kernels that take an output array as their last argument, and which argument may be that array."""
-SUMS_IN_PLACE: dict[Any, tuple[Callable[..., Any], Callable[[tuple[Any, ...]], bool]]] = {}
-"""Functions that make an array of zeros but for a part: what adds that part to another array in place, which it takes
-first, and for which arguments."""
+SUMS_IN_PLACE: dict[Any, Callable[..., Any]] = {}
+"""Functions that make an array of zeros but for a part: what adds that part to another array, which it takes first."""
 _numbers = itertools.count(1)
 
 
@@ -183,7 +182,7 @@ class Built:
         lines = list(lines)
         for k, line in enumerate(lines):
             result = line.result
-            if line.fun in SUMS_IN_PLACE and SUMS_IN_PLACE[line.fun][1](line.args) and line.errors is None:
+            if line.fun in SUMS_IN_PLACE and line.errors is None:
                 parts[result] = k
             if (
                 line.fun is not np.add
@@ -201,7 +200,7 @@ class Built:
                 if own and like == self._likes[part.index] == self._likes[result] and like is not None and like.array:
                     made = lines[parts[part.index]]
                     args = (total, *made.args)
-                    lines[k] = line._replace(fun=SUMS_IN_PLACE[made.fun][0], args=args, used=refs(args))
+                    lines[k] = line._replace(fun=SUMS_IN_PLACE[made.fun], args=args, used=refs(args))
                     dropped.add(parts[part.index])
                     break
         return [line for k, line in enumerate(lines) if k not in dropped]
