@@ -55,7 +55,8 @@ class _Loop:
     def first_run(self, values: Sequence[Any], tapes: Sequence[Tape]) -> tuple[list[Any], list[list[Node]]]:
         """The last carry and the stacked ys, and of each tape the nodes on which they depend. Keeps some carries."""
         n = len(self.order)
-        keep, rows, carry = {*first_kept(n, self.states)}, [], list(values[: self.count])
+        keep = {*first_kept(n, self.states)} if tapes else set()
+        rows, carry = [], list(values[: self.count])
         closed: dict[Tape, dict[int, Node]] = {tape: {} for tape in tapes}
         self.kept = {}
         for at in range(n):
