@@ -82,7 +82,7 @@ class Region:
         del program.lines[self.start :]
         writes = any(line.writes for line in lines)
         for line in lines:
-            if writes or line.effect or COMM in line.args or not varying.isdisjoint(line.used):
+            if writes or line.effect or any(a is COMM for a in line.args) or not varying.isdisjoint(line.used):
                 self.lines.append(line)
                 self.produced.update(i for _, i in line.parts)
                 varying |= self.produced
@@ -258,6 +258,8 @@ class BackLoop:
                 run.step(at, () if row is None else row[: self.kept])
             return run.results()
         states = dict(saved.states)
+        if self.once and loop.pulls == 1:
+            saved.states.clear()
         by_number = dict(zip(self.outer, run.outer, strict=True))
         forward_outer = [by_number[i] for i in loop.outer]
         for action in backward(len(loop.order), loop.states):
