@@ -19,8 +19,16 @@ from spmd.mesh import WORKER
 from spmd.state import State
 
 __all__ = [
-    *("Step", "array_leaf", "carry_leaves", "check_function", "check_leaf", "fixed", "is_number"),
-    *("layout_of_leaf", "state_of_leaf", "where_of"),
+    "Step",
+    "array_leaf",
+    "carry_leaves",
+    "check_function",
+    "check_leaf",
+    "fixed",
+    "is_number",
+    "layout_of_leaf",
+    "state_of_leaf",
+    "where_of",
 ]
 
 
@@ -32,7 +40,7 @@ def where_of(function: str, f: Callable) -> str:
 def check_function(where: str, f: Any, argument: str) -> None:
     """Raise where something else was given for a function."""
     if not callable(f):
-        mend = "the function first, then the initial value"
+        mend = "a function, as in lambda x: 2 * x; see the order of the arguments"
         raise LayoutError.at(where, argument=argument, got=describe(f), need="a function", mend=mend)
 
 
