@@ -40,7 +40,7 @@ class _RecordedLoop(RecordedSteps):
 
     step_tape: the step on its tape. traced: the positions of the leaves of carry and slices that are on the tape.
     below: the first carry and the slices below the tape. starts: which of them the caller has on the tape.
-    places: the results that are on the tape, by position.
+    places: the results that are on the tape, by position. once: whether that is swept once.
     loops, forward, saved: by worker the line of the program, its arguments, and what it keeps for the way back.
     """
 
@@ -69,6 +69,7 @@ class _RecordedLoop(RecordedSteps):
             found.append(self.rec.like(self.below[k], pieces) if k < count else self._stack(x, pieces, n))
         if self.tape is None:
             return found[:count], found[count:]
+        self.once = self.tape.once
         self.places = [k for k, x in enumerate(outs) if on(x, self.tape)]
         self.starts = [k for k, x in enumerate([*carry, *self.slices]) if on(x, self.tape)]
         parents = [[*carry, *self.slices][k].node for k in self.starts]
@@ -206,11 +207,10 @@ class _RecordedLoop(RecordedSteps):
 
     def _called_back(self, steps: list[Any], starts: list[Any], ys: int, earlier: Sequence[int]) -> dict[int, Any]:
         """The way back as a line of each program: its results."""
-        assert self.tape is not None
         lines, slices = {}, self.below[len(self.step_tape.carry) :]
         for w, loop in self.loops.items():
             loop.pulls += 1
-            back = BackLoop(loop, [s[w] for s in steps], ys, earlier, self.tape.once, f"{self.name}_back")
+            back = BackLoop(loop, [s[w] for s in steps], ys, earlier, self.once, f"{self.name}_back")
             pieces = [*self.pieces([*starts, *slices], w), *self.outer(w, back.outer)]
             lines[w] = back, [self.saved[w], *pieces]
         if self.states is None:

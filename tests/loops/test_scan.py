@@ -18,7 +18,13 @@ from spmd.layout import Layout
 
 X = np.random.default_rng(0).normal(size=(5, 3))
 W = np.array([0.5, -1.0, 2.0])
-CHECKPOINTS = [None, 1, 2, 3, "sqrt", 5, 100, lambda n: n // 2 + 1]
+
+
+def half(n: int) -> int:
+    return n // 2 + 1
+
+
+CHECKPOINTS = [None, 1, 2, 3, "sqrt", 5, 100, half]
 
 
 def same(got, want) -> None:
@@ -41,7 +47,7 @@ def test_the_signatures_are_those_of_jax():
     assert [*inspect.signature(spmd.fori_loop).parameters][:4] == ["lower", "upper", "body_fun", "init_val"]
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda c: getattr(c, "__name__", str(c)))
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_values_and_gradients(n, reverse, checkpoint):
