@@ -10,7 +10,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff.loops.schedules import Policy
 from spmd.autodiff.loops.taped import Cotangents, StepTape
-from spmd.autodiff.staging.recorder import slot_of
+from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.staging.steps import BackLoop, BackStep, Loop, Unrollable
 from spmd.autodiff.tape import Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
@@ -33,6 +33,29 @@ def recorded(
         return _RecordedLoop(rec, step, slices, order, None if policy is None else policy(len(order))).run(carry)
     except Unrollable:
         return None
+    except _Number:
+        return _first_apart(rec, step, carry, slices, order, policy)
+
+
+class _Number(Exception):
+    """The first step takes a number of Python's that is no array of the dtype of the further ones."""
+
+
+def _first_apart(
+    rec: Recording, step: Step, carry: list[Any], slices: list[Any], order: range, policy: Policy | None
+) -> tuple[list[Any], list[Any]] | None:
+    """`recorded`, with the first step by itself."""
+    carry, first = step(carry, [x[order[0]] for x in slices])
+    rows = [stacked([y]) for y in first]
+    if len(order) == 1:
+        return carry, rows
+    onwards = order.step > 0
+    rest = range(len(order) - 1) if onwards else range(len(order) - 2, -1, -1)
+    found = recorded(rec, step, carry, [x[1:] if onwards else x[:-1] for x in slices], rest, policy)
+    if found is None:
+        return None
+    pairs = [(row, ys) if onwards else (ys, row) for row, ys in zip(rows, found[1], strict=True)]
+    return found[0], [np.concatenate(pair) for pair in pairs]
 
 
 class _RecordedLoop(RecordedSteps):
@@ -94,7 +117,10 @@ class _RecordedLoop(RecordedSteps):
         if len(tapes) > 1:
             raise Unrollable
         self.tape = next(iter(tapes), None)
-        return [adopted(x, y) if is_number(x) and not is_number(y) else x for x, y in zip(carry, new, strict=True)]
+        pairs = [(x, y) if is_number(x) and not is_number(y) else (x, None) for x, y in zip(carry, new, strict=True)]
+        if any(y is not None and not _is_exact(x, y.dtype) for x, y in pairs):
+            raise _Number
+        return [x if y is None else adopted(x, y) for x, y in pairs]
 
     def _first_slices(self, slices: Sequence[Any]) -> list[Any]:
         return [x[self.order[0]] for x in slices]
@@ -226,6 +252,14 @@ class _RecordedLoop(RecordedSteps):
             *_, self.saved[w].value = self.loops[w](worker.comm, *map(slot_of, self.forward[w]))
 
         self.rec.run(save)
+
+
+def _is_exact(x: Any, dtype: np.dtype) -> bool:
+    """Whether a number is known, and the same as an array of a dtype."""
+    number = x.value if type(x) is Array and x.tape is None else x
+    if type(number) is Array or is_slot(number):
+        return False
+    return np.asarray(number, dtype)[()] == number
 
 
 def _form(now: Cotangents) -> list[Any]:
