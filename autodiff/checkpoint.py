@@ -140,7 +140,8 @@ def recomputed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str, 
             first = first or FirstRun([sketches(o) for o in outs], out_tree)
             again = (Replay if loop is None else loop.replay)(call, places, tape, closed[i], inner, where, first)
             pull = functools.partial(again.pull, [lower(x, tape) for x in level_leaves])
-            outs = joint(where, tape, [*(x.node for x in differentiated.values()), *closed[i]], outs, pull)
+            nodes = [*(x.node for x in differentiated.values()), *closed[i]]
+            outs = joint(where, tape, nodes, outs, pull, sums=loop is not None)
     return tree.unflatten(out_tree, outs)
 
 

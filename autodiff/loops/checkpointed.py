@@ -82,7 +82,7 @@ class _Loop:
 class _LoopReplay(Replay):
     """The pullback of a loop, which runs its steps again, each once more before its own sweep."""
 
-    __slots__ = ("kept", "loop", "varied")
+    __slots__ = ("kept", "loop", "nodes", "varied")
 
     def __init__(
         self,
@@ -104,12 +104,20 @@ class _LoopReplay(Replay):
     def redirected(self, pairs: Any) -> AbstractContextManager[None]:  # type: ignore[override]
         return redirected(pairs, step=True, varied=self.varied)
 
+    def pull(self, values: list, gs: list, arrived: list) -> list:  # type: ignore[override]
+        self.nodes = [node for node, _ in arrived]
+        return super().pull(values, [*gs, *(g for _, g in arrived)])
+
     def swept(self, values: list, gs: list) -> list:
-        """Run the steps again and sweep back: the cotangents of the differentiated leaves and of closed-over nodes."""
+        """Run the steps again and sweep back: the sums of the cotangents of the differentiated leaves and of closed-over
+        nodes, with those that have arrived before, which are the last of gs."""
         loop, n, count = self.loop, len(self.loop.order), self.loop.count
+        gs, arrived = gs[: -len(self.nodes)], gs[-len(self.nodes) :]
+        starts = {k: (node, g) for k, node, g in zip(self.differentiated, self.nodes, arrived, strict=False)}
+        closed = zip(self.closed, arrived[len(self.differentiated) :], strict=True)
         states = self._states(values)
         traced = floating(values[:count]) | {k for k in self.differentiated if k >= count}
-        now = Cotangents(gs[:count], {}, {})
+        now = Cotangents(gs[:count], {}, {id(node): g for node, g in closed if g is not None})
         rows: dict[int, list[Any]] = {k: [None] * n for k in self.differentiated if k >= count}
         known = FirstRun(self.first.sketches[:count], tree.structure([0] * count))
         flags: list[Any] = []
@@ -129,10 +137,11 @@ class _LoopReplay(Replay):
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
             known = known._replace(sketches=[sketches(x) for x in carry])
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
-            now = run.pull(now, at == n - 1, free=True)
+            first = {k: start for k, start in starts.items() if k < count} if at == 0 else None
+            now = run.pull(now, at == n - 1, free=True, starts=first)
             for k, g in now.slices.items():
                 rows[k + count][loop.order[at]] = g
-        found = [now.carry[k] if k < count else _stacked(rows[k]) for k in self.differentiated]
+        found = [now.carry[k] if k < count else _stacked(rows[k], starts[k][1]) for k in self.differentiated]
         found += [now.closed.get(id(node)) for node in self.closed]
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]
@@ -163,7 +172,11 @@ class _LoopReplay(Replay):
         return [None if g is None else g[self.loop.order[at]] for g in gs[self.loop.count :]]
 
 
-def _stacked(rows: Sequence[Any]) -> Any:
-    """The cotangents of slices as those of the array; zeros where none came; None where none at all came."""
+def _stacked(rows: Sequence[Any], arrived: Any) -> Any:
+    """The cotangents of slices as those of the array, added to those that have arrived; zeros where none came; None
+    where none at all came."""
     some = next((g for g in rows if g is not None), None)
-    return None if some is None else np.stack([np.zeros_like(some) if g is None else g for g in rows])
+    if some is None:
+        return None
+    stack = np.stack([np.zeros_like(some) if g is None else g for g in rows])
+    return stack if arrived is None else arrived + stack

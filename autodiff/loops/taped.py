@@ -81,31 +81,61 @@ class StepTape:
         """The positions of the carry that the step returns traced."""
         return {k for k, x in enumerate(self.carry) if on(x, self.tape)}
 
-    def pull(self, cotangents: Cotangents, at_end: bool, *, free: bool) -> Cotangents:
+    def pull(
+        self,
+        cotangents: Cotangents,
+        at_end: bool,
+        *,
+        free: bool,
+        starts: Mapping[int, tuple[Node, Any]] | None = None,
+    ) -> Cotangents:
         """The cotangents of what the step before this one returns, of the slices, and of the closed-over nodes.
 
         cotangents: of what this step returns, and of closed-over nodes from later steps, to which those of this step
-        are added term by term, as in a sweep over all steps. at_end: whether no step follows."""
+        are added term by term, as in a sweep over all steps. at_end: whether no step follows.
+        starts: of the first step, by the position of a leaf, its node outside, and the cotangent that has arrived."""
         side = self.side
         if not self._proxies:
             self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
             for node in side.nodes:
                 node.parents = [self._proxies.get(id(p), p) for p in node.parents]
+        for node, _ in () if starts is None else starts.values():
+            if id(node) in cotangents.closed and id(node) not in self._proxies:
+                self._proxies[id(node)] = side.leaf(node.shape, node.dtype, STEP)
         # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
         twice = dict(self.same)
         seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
+        one = {} if starts is None else self._ones(starts)
+        if starts is not None:
+            seeds += [(self.leaves[k], g) for k, (_, g) in starts.items() if id(self.leaves[k]) not in one]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
         for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
             if on(out, self.tape):
                 seeds.append((self._proxies.get(id(out.node), out.node), g))
         nodes = [*self.leaves.values(), *self._proxies.values()]
-        found = sweep(side, [(node, unstated(g)) for node, g in seeds if g is not None], nodes, free=free)
+        parents = [node.parents for node in side.nodes] if one and not free else []
+        for node in side.nodes if one else ():
+            node.parents = [one.get(id(p), p) for p in node.parents]
+        found = sweep(
+            side, [(one.get(id(node), node), unstated(g)) for node, g in seeds if g is not None], nodes, free=free
+        )
+        for node, before in zip(side.nodes, parents, strict=False):
+            node.parents = before
         of_leaves = dict(zip(self.leaves, found, strict=False))
         count = len(self.carry)
         closed = dict(zip(self._proxies, found[len(self.leaves) :], strict=True))
         return Cotangents(
             [of_leaves.get(k) for k in range(count)],
             {k - count: g for k, g in of_leaves.items() if k >= count and g is not None},
-            {**cotangents.closed, **{k: g for k, g in closed.items() if g is not None}},
+            {k: g for k, g in {**cotangents.closed, **closed}.items() if g is not None},
         )
+
+    def _ones(self, starts: Mapping[int, tuple[Node, Any]]) -> dict[int, Node]:
+        """By id, the leaves that are one node with a closed-over node, or with an earlier leaf, and that node: all terms
+        of a node outside are then summed in the order of a sweep over all steps."""
+        known, one = dict(self._proxies), {}
+        for k, (node, _) in starts.items():
+            if known.setdefault(id(node), self.leaves[k]) is not self.leaves[k]:
+                one[id(self.leaves[k])] = known[id(node)]
+        return one

@@ -210,18 +210,29 @@ class BackStep:
 
 
 class BackLoop:
-    """A line that goes back through a loop: `back(comm, saved, *cotangents, *ys, *slices, *outer)`.
+    """A line that goes back through a loop: `back(comm, saved, *cotangents, *arrived, *ys, *slices, *outer)`.
 
     It gives the cotangents of the first carry and of closed-over values, and those of the slices, stacked.
 
     steps: the ways back through the last step, the one before, and so on; the last of them serves all further steps.
-    ys: how many cotangents of stacked ys there are; earlier: those of which the step before is needed too.
+    first: whether the last of `steps` is that through the first step only, which adds to the cotangents of the first carry
+    that have arrived. counts: how many of these there are, and of cotangents of stacked ys; earlier: those of which the step before is needed too.
     once: whether there is only one way back, so that what is kept of a step is released after its use.
     outer: the numbers of the values from outside that the steps use. kept: how many values of each step they use.
     """
 
-    def __init__(self, loop: Loop, steps: Sequence[BackStep], ys: int, earlier: Sequence[int], once: bool, name: str):
-        self.loop, self.steps, self.ys, self.earlier, self.once = loop, steps, ys, earlier, once
+    def __init__(
+        self,
+        loop: Loop,
+        steps: Sequence[BackStep],
+        first: bool,
+        counts: tuple[int, int],
+        earlier: Sequence[int],
+        once: bool,
+        name: str,
+    ):
+        self.loop, self.steps, self.counts, self.earlier, self.once = loop, steps, counts, earlier, once
+        self.first, self.further = (steps[-1], steps[:-1]) if first else (None, steps)
         self.__name__ = name
         forward, again = loop.region, loop.states is not None
         used = dict.fromkeys(i for s in steps for i in s.region.outer(s.outputs))
@@ -244,8 +255,9 @@ class BackLoop:
         loop = self.loop
         outer = len(values) - len(self.outer)
         slices = outer - loop.counts[1]
-        ys = slices - self.ys
-        run = _Back(self, comm, [*values[:ys]], values[ys:slices], values[slices:outer], values[outer:])
+        ys = slices - self.counts[1]
+        arrived = ys - self.counts[0]
+        run = _Back(self, comm, [*values[:arrived]], values[arrived:ys], values[ys:slices], values[slices:])
         if loop.states is None:
             for at in range(len(loop.order) - 1, -1, -1):
                 row = saved.rows[at]
@@ -273,18 +285,22 @@ class BackLoop:
 class _Back:
     """One run of a `BackLoop`: gs are the cotangents that the next step back takes."""
 
-    def __init__(self, back: BackLoop, comm: Any, gs: list[Any], ys: Any, slices: Any, outer: Any):
-        self.back, self.comm, self.gs, self.ys, self.slices, self.outer = back, comm, gs, ys, slices, outer
+    def __init__(self, back: BackLoop, comm: Any, gs: list[Any], arrived: Any, ys: Any, more: Any):
+        width = back.loop.counts[1]
+        self.back, self.comm, self.gs, self.arrived, self.ys = back, comm, gs, arrived, ys
+        self.slices, self.outer = more[:width], more[width:]
         self.buffers: dict[int, Any] = {}
 
     def step(self, at: int, values: Sequence[Any]) -> None:
         """The way back through step number `at`. values: what is kept of it, or the carry before it."""
         back, order = self.back, self.back.loop.order
         n, i = len(order), order[at]
-        s = back.steps[min(n - 1 - at, len(back.steps) - 1)]
         rows = [g[i] for g in self.ys]
-        if back.earlier:
-            rows += [self.ys[j][order[at - 1]] if at else np.zeros_like(self.ys[j][i]) for j in back.earlier]
+        if at == 0 and back.first is not None:
+            s, rows = back.first, [*self.arrived, *rows]
+        else:
+            s = back.further[min(n - 1 - at, len(back.further) - 1)]
+            rows += [self.ys[j][order[at - 1]] for j in back.earlier]
         found = s.built.run(self.comm, [*self.gs, *rows, *values, *[x[i] for x in self.slices], *self.outer])
         count = len(found) - len(s.of)
         self.gs = found[:count]

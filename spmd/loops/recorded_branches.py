@@ -12,6 +12,7 @@ from spmd.array import PartitionedArray
 from spmd.autodiff.loops.taped import Cotangents, StepTape
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackBranches, Branches, Region, Unrollable, While
+from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import lower, on, unstated
 from spmd.autodiff.transforms import joint
@@ -110,7 +111,7 @@ class _RecordedCond(RecordedSteps):
         self.closed = {id(node): node for run in self.runs for node in run.closed}
         self.starts = [k for k, x in enumerate(self.leaves) if on(x, self.tape)]
         parents = [*(self.leaves[k].node for k in self.starts), *self.closed.values()]
-        traced = joint(self.where, self.tape, parents, [found[k] for k in self.places], self.pull)
+        traced = joint(self.where, self.tape, parents, [found[k] for k in self.places], self.pull, sums=True)
         for k, x in zip(self.places, traced, strict=True):
             found[k] = x
         return found, structure
@@ -190,10 +191,11 @@ class _RecordedCond(RecordedSteps):
 
     # Back
 
-    def pull(self, gs: list[Any]) -> list[Any]:
-        """The cotangents of the operands, and of what the functions close over."""
+    def pull(self, gs: list[Any], arrived: Sequence[tuple[Node, Any]]) -> list[Any]:
+        """The cotangents of the operands, and of what the functions close over, added to those that have arrived."""
         rec = current()
-        if rec is None or rec.programs != self.rec.programs or any(type(g) is Array and g.tape is not None for g in gs):
+        own = [g for _, g in arrived]
+        if rec is None or rec.programs != self.rec.programs or any(type(g) is Array and g.tape for g in [*gs, *own]):
             raise Unrollable
         self.rec = rec
         by_place = dict(zip(self.places, gs, strict=True))
@@ -204,13 +206,16 @@ class _RecordedCond(RecordedSteps):
             with self._quiet(), self.region():
                 now = Cotangents([], {}, {})
                 now.ys = [None if g is None else self.stand_in(g) for g in all_gs]
-                out = run.pull(now, True, free=False)
+                so_far = [None if g is None else self.stand_in(g) for g in own]
+                starts = {k: (node, g) for k, (node, _), g in zip(self.starts, arrived, so_far, strict=False)}
+                now.closed = dict(zip(self.closed, so_far[len(starts) :], strict=True))
+                out = run.pull(now, True, free=False, starts=starts)
                 found = {k: _settled(g, kinds.get(k)) for k, g in [*out.slices.items(), *out.closed.items()]}
             of_forward = self.forward[which]
             back.append(self.cut({w: [*r.inputs, *r.produced] for w, r in of_forward.items()}))
             outputs.append(found)
             kinds.update({k: g for k, g in found.items() if k not in kinds})
-        results = self._called_back(back, outputs, kinds, [g for g in all_gs if g is not None])
+        results = self._called_back(back, outputs, kinds, [g for g in [*all_gs, *own] if g is not None])
         values = {k: self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (k, g) in enumerate(kinds.items())}
         return [unstated(g) if g is not None else None for g in map(values.get, [*self.starts, *self.closed])]
 
