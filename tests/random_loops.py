@@ -91,7 +91,7 @@ class _Env(NamedTuple):
 
 def _float(count, like):
     """A count, which may be a number of Python's, in the dtype of an array."""
-    return count * np.ones((), like.dtype) if type(count) is int else count.astype(like.dtype)
+    return count * np.ones((), like.dtype) if isinstance(count, int) else count.astype(like.dtype)
 
 
 def _product(e, c, x):
@@ -212,6 +212,7 @@ def _function(rng: np.random.Generator, at: _Local, required: int) -> tuple[Any,
         def step(c, x):
             for one in steps:
                 c = one(e, c, x)
+            c = {**c, "u": 0.9 * c["u"], "v": 0.8 * c["v"], "s": 0.7 * c["s"]}
             return c, COLLECTS[collect](c, x)
 
         def loop(u, v, s):

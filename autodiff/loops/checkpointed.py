@@ -11,7 +11,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.checkpoint import FirstRun, Replay, closure_nodes, recomputed, sketches, traced_by
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
-from spmd.autodiff.loops.taped import Cotangents, StepTape, floating
+from spmd.autodiff.loops.taped import Arrived, StepTape, floating
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, redirected
 from spmd.autodiff.transform_arguments import lower
 
@@ -99,13 +99,14 @@ class _LoopReplay(Replay):
         super().__init__(call, differentiated, tape, closed, inner, where, first)
         self.loop, self.kept = loop, kept
         ids = set(map(id, closed))
-        self.varied = {t: {k: v for k, v in t.varied_copies.items() if id(v.node) in ids} for t in (tape, *inner)}
+        copies = {t: t.all_varied_copies() for t in (tape, *inner)}
+        self.varied = {t: {k: v for k, v in copies[t].items() if id(v.node) in ids} for t in copies}
 
     def redirected(self, pairs: Any) -> AbstractContextManager[None]:  # type: ignore[override]
         return redirected(pairs, step=True, varied=self.varied)
 
     def pull(self, values: list, gs: list, arrived: list) -> list:  # type: ignore[override]
-        self.nodes = [node for node, _ in arrived]
+        self.nodes = [node for node, _ in arrived]  # the same in each call, unless the loop is within another one
         return super().pull(values, [*gs, *(g for _, g in arrived)])
 
     def swept(self, values: list, gs: list) -> list:
@@ -113,11 +114,12 @@ class _LoopReplay(Replay):
         nodes, with those that have arrived before, which are the last of gs."""
         loop, n, count = self.loop, len(self.loop.order), self.loop.count
         gs, arrived = gs[: -len(self.nodes)], gs[-len(self.nodes) :]
-        starts = {k: (node, g) for k, node, g in zip(self.differentiated, self.nodes, arrived, strict=False)}
-        closed = zip(self.closed, arrived[len(self.differentiated) :], strict=True)
+        before = Arrived([*self.differentiated], self.closed, [*zip(self.nodes, arrived, strict=True)])
+        slices = {k: start.g for k, start in before.starts.items() if k >= count}
+        before.starts = {k: start for k, start in before.starts.items() if k < count}
         states = self._states(values)
         traced = floating(values[:count]) | {k for k in self.differentiated if k >= count}
-        now = Cotangents(gs[:count], {}, {id(node): g for node, g in closed if g is not None})
+        now = before.cotangents(gs[:count])
         rows: dict[int, list[Any]] = {k: [None] * n for k in self.differentiated if k >= count}
         known = FirstRun(self.first.sketches[:count], tree.structure([0] * count))
         flags: list[Any] = []
@@ -137,11 +139,10 @@ class _LoopReplay(Replay):
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
             known = known._replace(sketches=[sketches(x) for x in carry])
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
-            first = {k: start for k, start in starts.items() if k < count} if at == 0 else None
-            now = run.pull(now, at == n - 1, free=True, starts=first)
+            now = run.pull(now, at == n - 1, free=True, arrived=before, first=at == 0)
             for k, g in now.slices.items():
                 rows[k + count][loop.order[at]] = g
-        found = [now.carry[k] if k < count else _stacked(rows[k], starts[k][1]) for k in self.differentiated]
+        found = [now.carry[k] if k < count else _stacked(rows[k], slices[k]) for k in self.differentiated]
         found += [now.closed.get(id(node)) for node in self.closed]
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]

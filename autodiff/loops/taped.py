@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from spmd.autodiff.tape import STEP, Node, Tape
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of, lower, on, unstated
 
-__all__ = ["Cotangents", "StepTape", "floating"]
+__all__ = ["Arrived", "Cotangents", "Start", "StepTape", "floating"]
 
 
 class Cotangents:
@@ -30,6 +30,43 @@ class Cotangents:
         self.carry, self.slices, self.closed = carry, slices, closed
         self.ys: Sequence[Any] = ()
         self.earlier: Sequence[Any] = ()
+
+
+class Start(NamedTuple):
+    """The node outside that a leaf of the first step is: its name, and the cotangent that has arrived, or None."""
+
+    name: int
+    g: Any
+
+
+class Arrived:
+    """The cotangents that have arrived at the nodes outside, before a sweep over a loop.
+
+    pairs: of each traced leaf of the first step, then of each closed-over node, what `Primitive.sums` says.
+    names: by id of a closed-over node, that of the first one which is the same node now. closed: by name, their
+    cotangents. starts: by the position of a leaf.
+    """
+
+    __slots__ = ("closed", "names", "starts")
+
+    def __init__(self, leaves: Sequence[int], closed: Sequence[Node], pairs: Sequence[tuple[Node, Any]]):
+        of_closed = [*zip(closed, pairs[len(leaves) :], strict=True)]
+        first: dict[int, int] = {}
+        self.names = {id(node): first.setdefault(id(now), id(node)) for node, (now, _) in of_closed}
+        self.closed = {self.names[id(node)]: g for node, (_, g) in of_closed}
+        of_leaves = zip(leaves, pairs, strict=False)
+        self.starts = {k: Start(first.get(id(now), id(now)), g) for k, (now, g) in of_leaves}
+
+    def over(self, gs: Mapping[int, Any]) -> Arrived:
+        """The same with other cotangents of the leaves."""
+        other = Arrived((), (), ())
+        other.closed, other.names = self.closed, self.names
+        other.starts = {k: Start(self.starts[k].name, g) for k, g in gs.items()}
+        return other
+
+    def cotangents(self, carry: Sequence[Any]) -> Cotangents:
+        """Those before the sweep. carry: of the last carry."""
+        return Cotangents(carry, {}, {name: g for name, g in self.closed.items() if g is not None})
 
 
 def floating(leaves: Sequence[Any]) -> set[int]:
@@ -87,39 +124,35 @@ class StepTape:
         at_end: bool,
         *,
         free: bool,
-        starts: Mapping[int, tuple[Node, Any]] | None = None,
+        arrived: Arrived | None = None,
+        first: bool = False,
     ) -> Cotangents:
         """The cotangents of what the step before this one returns, of the slices, and of the closed-over nodes.
 
         cotangents: of what this step returns, and of closed-over nodes from later steps, to which those of this step
         are added term by term, as in a sweep over all steps. at_end: whether no step follows.
-        starts: of the first step, by the position of a leaf, its node outside, and the cotangent that has arrived."""
-        side = self.side
+        arrived: what has arrived at nodes outside before the sweep. first: whether no step comes before."""
+        side, one = self.side, {}
         if not self._proxies:
             self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
             for node in side.nodes:
                 node.parents = [self._proxies.get(id(p), p) for p in node.parents]
-        for node, _ in () if starts is None else starts.values():
-            if id(node) in cotangents.closed and id(node) not in self._proxies:
-                self._proxies[id(node)] = side.leaf(node.shape, node.dtype, STEP)
         # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
         twice = dict(self.same)
         seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
+        if arrived is not None:
+            one = self._ones(cotangents, arrived, first)
+            seeds += [(self.leaves[k], s.g) for k, s in arrived.starts.items() if first and id(self.leaves[k]) not in one]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
-        one = {} if starts is None else self._ones(starts)
-        if starts is not None:
-            seeds += [(self.leaves[k], g) for k, (_, g) in starts.items() if id(self.leaves[k]) not in one]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
         for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
             if on(out, self.tape):
                 seeds.append((self._proxies.get(id(out.node), out.node), g))
-        nodes = [*self.leaves.values(), *self._proxies.values()]
+        seeds = [(one.get(id(node), node), unstated(g)) for node, g in seeds if g is not None]
         parents = [node.parents for node in side.nodes] if one and not free else []
         for node in side.nodes if one else ():
             node.parents = [one.get(id(p), p) for p in node.parents]
-        found = sweep(
-            side, [(one.get(id(node), node), unstated(g)) for node, g in seeds if g is not None], nodes, free=free
-        )
+        found = sweep(side, seeds, [*self.leaves.values(), *self._proxies.values()], free=free)
         for node, before in zip(side.nodes, parents, strict=False):
             node.parents = before
         of_leaves = dict(zip(self.leaves, found, strict=False))
@@ -131,11 +164,20 @@ class StepTape:
             {k: g for k, g in {**cotangents.closed, **closed}.items() if g is not None},
         )
 
-    def _ones(self, starts: Mapping[int, tuple[Node, Any]]) -> dict[int, Node]:
-        """By id, the leaves that are one node with a closed-over node, or with an earlier leaf, and that node: all terms
-        of a node outside are then summed in the order of a sweep over all steps."""
-        known, one = dict(self._proxies), {}
-        for k, (node, _) in starts.items():
-            if known.setdefault(id(node), self.leaves[k]) is not self.leaves[k]:
-                one[id(self.leaves[k])] = known[id(node)]
+    def _ones(self, cotangents: Cotangents, arrived: Arrived, first: bool) -> dict[int, Node]:
+        """By id, the leaves of this tape that stand for a node for which another one stands, and that other one: the
+        terms of a node are summed in one place, in the order of a sweep over all steps."""
+        proxies, one, known = self._proxies, {}, {}
+        for key, name in arrived.names.items():
+            if key != name and key in proxies:
+                if name not in proxies:
+                    proxies[name] = self.side.leaf(proxies[key].shape, proxies[key].dtype, STEP)
+                one[id(proxies[key])] = proxies[name]
+        for k, start in arrived.starts.items() if first else ():
+            leaf = self.leaves[k]
+            if start.name in cotangents.closed and start.name not in proxies:
+                proxies[start.name] = self.side.leaf(leaf.shape, leaf.dtype, STEP)
+            other = proxies.get(start.name) or known.setdefault(start.name, leaf)
+            if other is not leaf:
+                one[id(leaf)] = other
         return one

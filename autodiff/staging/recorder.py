@@ -378,7 +378,7 @@ class Program:
 
     def stand_in(self, value: Any) -> Any:
         """A stand-in for a value that comes from elsewhere: of an argument, or of the step before."""
-        return self._new(Number if type(value) in (float, complex) else Slot, value)
+        return self._new(Number if type(value) in (bool, int, float, complex) else Slot, value)
 
     def call(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff.loops.schedules import Policy
-from spmd.autodiff.loops.taped import Cotangents, StepTape
+from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackLoop, BackStep, Loop, Unrollable
 from spmd.autodiff.tape import Node, Tape, redirected
@@ -22,9 +22,6 @@ from spmd.loops.steps import Step, is_number
 from spmd.mesh import WORKER, Worker
 
 __all__ = ["recorded", "stacked", "unrolled"]
-
-Starts = Mapping[int, tuple[Node, Any]]
-"""By position, of a traced leaf of the first carry or the slices, its node and the cotangent that has arrived."""
 
 
 def recorded(
@@ -148,14 +145,14 @@ class _RecordedLoop(RecordedSteps):
         gs = [by_place.get(k) for k in range(total)]
         rec = current()
         traced = any(type(g) is Array and g.tape is not None for g in [*gs, *(g for _, g in arrived)])
-        starts = dict(zip(self.starts, arrived, strict=False))
-        now = Cotangents(gs[:count], {}, {id(node): g for node, g in arrived[len(starts) :] if g is not None})
+        before = Arrived(self.starts, self.step_tape.closed, arrived)
+        now = before.cotangents(gs[:count])
         if rec is None or rec.programs != self.rec.programs or traced:
-            return self._unrolled_pull(now, gs[count:], starts)
+            return self._unrolled_pull(now, gs[count:], before)
         self.rec = rec
-        return self._recorded_pull(now, gs[count:], starts)
+        return self._recorded_pull(now, gs[count:], before)
 
-    def _unrolled_pull(self, now: Cotangents, ys: list[Any], starts: Starts) -> list[Any]:
+    def _unrolled_pull(self, now: Cotangents, ys: list[Any], before: Arrived) -> list[Any]:
         """The same by a tape of all steps, which can be differentiated again."""
         count, side = len(now.carry), Tape()
         assert self.tape is not None
@@ -169,34 +166,35 @@ class _RecordedLoop(RecordedSteps):
                 self.traced,
             )
         now.ys = ys
-        now = whole.pull(now, True, free=True, starts=starts)
+        now = whole.pull(now, True, free=True, arrived=before, first=True)
         found = [now.carry[k] if k < count else now.slices.get(k - count) for k in self.starts]
         return [*found, *(now.closed.get(id(node)) for node in self.step_tape.closed)]
 
-    def _recorded_pull(self, now: Cotangents, g_ys: list[Any], starts: Starts) -> list[Any]:
+    def _recorded_pull(self, now: Cotangents, g_ys: list[Any], before: Arrived) -> list[Any]:
         """Record the way back through the last step, the one before, until one serves all further steps, and that
         through the first step if it adds to what has arrived."""
         carry, n = now.carry, len(self.order)
-        of_first = {k: start for k, start in starts.items() if k < len(carry)}
+        of_slices_before = {k: start.g for k, start in before.starts.items() if k >= len(carry)}
+        before.starts = {k: start for k, start in before.starts.items() if k < len(carry)}
         ys = [j for j, g in enumerate(g_ys) if g is not None]
         same = {j for j, _ in self.step_tape.same} if n > 1 else set()
         earlier = [p for p, j in enumerate(ys) if j in same]
         last = [*(g for g in carry if g is not None), *now.closed.values()]
-        form, steps, of_slices, first = None, [], {}, self._first_differs(of_first, bool(earlier))
+        form, steps, of_slices, first = None, [], {}, self._first_differs(before, bool(earlier))
         at = n - 1
         while at >= 0:
-            before, form = form, _form(now)
-            if form == before and at < n - 2:
+            known, form = form, _form(now)
+            if form == known and at < n - 2:
                 if not first:
                     break
                 at = 0
-            now = self._recorded_back(now, g_ys, earlier, at, of_first if first and at == 0 else None)
+            now = self._recorded_back(now, g_ys, earlier, at, before)
             slices = dict(sorted(now.slices.items()))
             of_slices.update(slices)
             outputs = [*(g for g in now.carry if g is not None), *now.closed.values(), *slices.values()]
             steps.append({w: BackStep(r, self.pieces(outputs, w), [*slices]) for w, r in self.regions.items()})
             at -= 1
-        arrived = [g for _, g in of_first.values() if g is not None] if first else []
+        arrived = [start.g for start in before.starts.values() if start.g is not None]
         results = self._called_back(
             steps, [*last, *arrived, *(g_ys[j] for j in ys)], (len(arrived), len(ys)), earlier, first
         )
@@ -210,33 +208,34 @@ class _RecordedLoop(RecordedSteps):
             for p, (k, g) in enumerate(sorted(of_slices.items()))
         }
         for k, g in stacks.items():
-            if starts[k][1] is not None:
-                stacks[k] = starts[k][1] + unstated(g)
+            if of_slices_before[k] is not None:
+                stacks[k] = of_slices_before[k] + unstated(g)
         found = [of_carry.get(k) if k < len(carry) else stacks.get(k) for k in self.starts]
         return [unstated(g) for g in (*found, *(closed.get(id(node)) for node in self.step_tape.closed))]
 
-    def _first_differs(self, starts: Starts, earlier: bool) -> bool:
+    def _first_differs(self, before: Arrived, earlier: bool) -> bool:
         """Whether the way back through the first step is one of its own: for what has arrived, for nodes that are
         there twice, or because no y comes before."""
-        nodes = [id(node) for node, _ in starts.values()]
-        twice = len({*nodes}) < len(nodes) or not {*map(id, self.step_tape.closed)}.isdisjoint(nodes)
-        return earlier or twice or any(g is not None for _, g in starts.values())
+        names = [start.name for start in before.starts.values()]
+        twice = len({*names}) < len(names) or not before.closed.keys().isdisjoint(names)
+        return earlier or twice or any(start.g is not None for start in before.starts.values())
 
     def _recorded_back(
-        self, now: Cotangents, g_ys: list[Any], earlier: Sequence[int], at: int, starts: Starts | None
+        self, now: Cotangents, g_ys: list[Any], earlier: Sequence[int], at: int, arrived: Arrived
     ) -> Cotangents:
         """Record the way back through step number `at`, for cotangents of the form of `now`."""
         ys = [j for j, g in enumerate(g_ys) if g is not None]
         with self.region():
             inputs = Cotangents([None if g is None else self.stand_in(g) for g in now.carry], {}, {})
             inputs.closed = {k: self.stand_in(g) for k, g in now.closed.items()}
-            if starts is not None:
-                starts = {k: (node, None if g is None else self.stand_in(g)) for k, (node, g) in starts.items()}
+            if at == 0:
+                found = arrived.starts.items()
+                arrived = arrived.over({k: None if s.g is None else self.stand_in(s.g) for k, s in found})
             rows = [None if g is None else g[self.order[at]] for g in g_ys]
             inputs.ys = [None if g is None else self.stand_in(g) for g in rows]
-            before = {} if starts is not None else {ys[p]: self.stand_in(rows[ys[p]]) for p in earlier}
+            before = {ys[p]: self.stand_in(rows[ys[p]]) for p in earlier if at}
             inputs.earlier = [before.get(j) for j in range(len(g_ys))]
-            out = self.step_tape.pull(inputs, at == len(self.order) - 1, free=False, starts=starts)
+            out = self.step_tape.pull(inputs, at == len(self.order) - 1, free=False, arrived=arrived, first=at == 0)
         self.cut({w: [*loop.region.inputs, *loop.region.produced] for w, loop in self.loops.items()})
         return out
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.autodiff.loops.taped import Cotangents, StepTape
+from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackBranches, Branches, Region, Unrollable, While
 from spmd.autodiff.tape import Node
@@ -207,9 +207,10 @@ class _RecordedCond(RecordedSteps):
                 now = Cotangents([], {}, {})
                 now.ys = [None if g is None else self.stand_in(g) for g in all_gs]
                 so_far = [None if g is None else self.stand_in(g) for g in own]
-                starts = {k: (node, g) for k, (node, _), g in zip(self.starts, arrived, so_far, strict=False)}
-                now.closed = dict(zip(self.closed, so_far[len(starts) :], strict=True))
-                out = run.pull(now, True, free=False, starts=starts)
+                nodes = [node for node, _ in arrived]
+                before = Arrived(self.starts, [*self.closed.values()], [*zip(nodes, so_far, strict=True)])
+                now.closed = before.closed  # of both functions, so that both give the sum of a node in one place
+                out = run.pull(now, True, free=False, arrived=before, first=True)
                 found = {k: _settled(g, kinds.get(k)) for k, g in [*out.slices.items(), *out.closed.items()]}
             of_forward = self.forward[which]
             back.append(self.cut({w: [*r.inputs, *r.produced] for w, r in of_forward.items()}))
