@@ -241,12 +241,12 @@ def job(seed: int, scheduler: str, *, whole: bool, axes: dict[str, int] | None =
     if whole:
         rows_of = [P(names), P(names[0]), P(None, names[-1]), P()]
         u_spec = rows_of[rng.integers(4)]
-        specs = [u_spec, P(), P(), [P(), P(names[0])][rng.integers(2)], u_spec, P()]
+        specs = [u_spec, P(), P(), [P(), P(names[0])][rng.integers(2)], u_spec, None]
     shapes = [(rows, ROWS), (ROWS,), (), (ROWS, ROWS), (rows, ROWS)]
     arguments = []
     for k in range(3):
         drawn = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-        arguments.append(tuple(map(lambda x, s: spmd.put(x, s, mesh), [*drawn, spmd.random.key(k)], specs)))
+        arguments.append(tuple(x if s is None else spmd.put(x, s, mesh) for x, s in zip([*drawn, spmd.random.key(k)], specs, strict=True)))
     if not whole:
         f = mesh.map(f, tuple(specs), P())
     return Job(f, arguments, (0, 1, 2, 3, 4), f"{axes}, {rows} rows, {np.dtype(dtype)}, {specs[0]}, {specs[3]}: {text}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
-from spmd.autodiff.staging.program import COMM, Built, Line, Ref
+from spmd.autodiff.staging.program import COMM, Built, Line, Ref, refs
 from spmd.autodiff.staging.recorder import Program, is_slot
 from spmd.errors import JitError
 
@@ -22,19 +22,23 @@ class Unrollable(Exception):
 class Steps:
     """What a program knows of its loops.
 
-    noted: the stand-ins that lines took, by number, while a step is recorded. inside: by number the loop inside of
-    whose step a value was computed. open: the loops whose steps are recorded now, forward or back.
+    noted: the stand-ins that lines took, by number, while a step is recorded. inside: by number the region in which a
+    value was computed. open: the regions whose values may be used now.
     """
 
     def __init__(self) -> None:
         self.noted: dict[int, Any] = {}
-        self.inside: dict[int, object] = {}
-        self.open: list[object] = []
+        self.inside: dict[int, Region] = {}
+        self.open: list[Region] = []
+
+    def is_over(self, x: Any) -> bool:
+        """Whether a stand-in is for a value of a step, of which there is no more outside of the loop."""
+        region = self.inside.get(x.index)
+        return region is not None and region not in self.open
 
     def note(self, x: Any) -> None:
         """A line takes a stand-in. Raises if it is a value of a step, used outside of the loop."""
-        loop = self.inside.get(x.index)
-        if loop is not None and loop not in self.open:
+        if self.is_over(x):
             raise JitError.at(
                 "a loop, within spmd.jit",
                 got=f"{x!r}, which a step computed, used outside of the loop",
@@ -49,11 +53,13 @@ class Region:
     """Lines that are cut out of a program: those recorded between `open` and `close`, by `cut`.
 
     inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
-    an effect; the others stay in the program, before the loop. produced: the numbers of the values of `lines`.
+    an effect, or touch what lines write to; the others stay in the program, before the loop, unless it is `whole`.
+    produced: the numbers of the values of `lines`. after: a region whose values this one uses, if any.
     """
 
-    def __init__(self, program: Program, loop: object):
-        self.program, self.loop = program, loop
+    def __init__(self, program: Program, after: Region | None = None, whole: bool = False):
+        self.program, self.whole = program, whole
+        self.usable = [self] if after is None else [self, after]
         self.inputs: list[int] = []
         self.lines: list[Line] = []
         self.produced: set[int] = set()
@@ -63,11 +69,12 @@ class Region:
     def open(self) -> None:
         """The next line is the first one."""
         self.start = len(self.program.lines)
-        self.program.steps.open.append(self.loop)
+        self.program.steps.open += self.usable
 
     def close(self) -> None:
         """The last line was recorded."""
-        self.program.steps.open.remove(self.loop)
+        for region in self.usable:
+            self.program.steps.open.remove(region)
 
     def stand_in(self, value: Any) -> Any:
         """The stand-in for a value that changes from step to step."""
@@ -80,18 +87,20 @@ class Region:
         program, varying = self.program, {*self.inputs, *more}
         lines = program.lines[self.start :]
         del program.lines[self.start :]
-        writes = any(line.writes for line in lines)
+        varying |= _changed(lines)
         for line in lines:
-            if writes or line.effect or COMM in line.args or not varying.isdisjoint(line.used):
+            of_worker = line.effect or any(a is COMM for a in line.args)
+            results = (i for _, i in line.parts)
+            if self.whole or of_worker or not varying.isdisjoint((*line.used, *results)):
                 self.lines.append(line)
                 self.produced.update(i for _, i in line.parts)
                 varying |= self.produced
             else:
                 program.lines.append(line)
         own = {i for line in self.lines if line.fresh for _, i in line.parts}
-        if any(line.writes and line.used and line.used[0] not in own for line in self.lines):
+        if not own.issuperset(i for line in self.lines if line.writes for i in _targets(line)):
             raise Unrollable
-        program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self.loop))
+        program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self))
 
     def outer(self, outputs: Iterable[Any], known: Collection[int] = ()) -> list[int]:
         """The numbers of the values from outside that the lines and these outputs use. known: not from outside."""
@@ -104,6 +113,24 @@ class Region:
         results = [Ref(x.index) if is_slot(x) else x for x in outputs]
         program = self.program
         return Built([*before, *self.lines], program.likes, program.small, inputs, results, name)
+
+
+def _targets(line: Line) -> list[int]:
+    """The numbers of the values that a line writes into."""
+    return refs(line.kwargs["out"]) if "out" in line.kwargs else refs(line.args[:1])
+
+
+def _changed(lines: Sequence[Line]) -> set[int]:
+    """The numbers of the values that lines write into, and of those that may share memory with them."""
+    found = {i for line in lines if line.writes for i in _targets(line)}
+    count = -1
+    while count < len(found):
+        count = len(found)
+        for line in lines:
+            shared = {*line.used, *(i for _, i in line.parts)}
+            if not line.fresh and not found.isdisjoint(shared):
+                found |= shared
+    return found
 
 
 class Saved:

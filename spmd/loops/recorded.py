@@ -117,6 +117,7 @@ class _RecordedLoop(RecordedSteps):
             if not more:
                 return self.step_tape.carry, self.step_tape.ys
             self.traced |= more
+            self.drop()
 
     def _called(self, outs: list[Any], count: int) -> dict[int, Any]:
         """The loop as a line of each program: its results."""
@@ -225,7 +226,7 @@ class _RecordedLoop(RecordedSteps):
     ) -> Cotangents:
         """Record the way back through step number `at`, for cotangents of the form of `now`."""
         ys = [j for j, g in enumerate(g_ys) if g is not None]
-        with self.region():
+        with self.region({w: loop.region for w, loop in self.loops.items()}):
             inputs = Cotangents([None if g is None else self.stand_in(g) for g in now.carry], {}, {})
             inputs.closed = {k: self.stand_in(g) for k, g in now.closed.items()}
             if at == 0:

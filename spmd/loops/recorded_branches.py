@@ -177,12 +177,12 @@ class _RecordedCond(RecordedSteps):
         self.below = [x if self.tape is None else lower(x, self.tape) for x in self.leaves]
         with self._quiet():
             if self.tape is None:
-                with self.region():
+                with self.region(whole=True):
                     _, outs = step([], [self.stand_in(x) for x in self.below])
                 self.forward.append(self.cut())
                 return outs
             traced = {k for k, x in enumerate(self.leaves) if on(x, self.tape)}
-            run = self.taped(step, [], self.below, traced)
+            run = self.taped(step, [], self.below, traced, whole=True)
         self.forward.append(self.regions)
         self.runs.append(run)
         if self.apart and run.closed:
@@ -203,7 +203,7 @@ class _RecordedCond(RecordedSteps):
         kinds: dict[Any, Any] = {}
         back, outputs = [], []
         for which, run in enumerate(self.runs):
-            with self._quiet(), self.region():
+            with self._quiet(), self.region(self.forward[which], whole=True):
                 now = Cotangents([], {}, {})
                 now.ys = [None if g is None else self.stand_in(g) for g in all_gs]
                 so_far = [None if g is None else self.stand_in(g) for g in own]

@@ -100,13 +100,13 @@ def _stacked(layout: Layout, n: int) -> Layout:
 class RecordedSteps:
     """Functions whose lines are cut out of the programs, to be run by one line.
 
-    token: what marks the values within. tape: the one that records the call; None if nothing is differentiated.
+    live: by worker, the regions that lines are made of. tape: the one that records the call; None if nothing is differentiated.
     """
 
     def __init__(self, rec: Recording, where: str):
         self.rec, self.where = rec, where
-        self.token = object()
         self.regions: dict[int, Region] = {}
+        self.live: list[Region] = []
         self.tape: Tape | None = None
 
     @property
@@ -114,9 +114,12 @@ class RecordedSteps:
         return self.where.removeprefix("spmd.").replace(" of ", "_")
 
     @contextmanager
-    def region(self) -> Iterator[None]:
-        """What is done within the block becomes lines of regions of their own, which `cut` takes out."""
-        self.regions = {w: Region(program, self.token) for w, program in self.rec.programs.items()}
+    def region(self, after: Mapping[int, Region] | None = None, whole: bool = False) -> Iterator[None]:
+        """What is done within the block becomes lines of regions of their own, which `cut` takes out.
+
+        after: by worker a region whose values these may use. whole: no line stays outside."""
+        programs = self.rec.programs.items()
+        self.regions = {w: Region(program, None if after is None else after[w], whole) for w, program in programs}
         for region in self.regions.values():
             region.open()
         try:
@@ -129,7 +132,13 @@ class RecordedSteps:
         """The regions of the last block. more: by worker, numbers of values from outside that change, too."""
         for w, region in self.regions.items():
             region.cut(() if more is None else more[w])
+        self.live += self.regions.values()
         return self.regions
+
+    def drop(self) -> None:
+        """The regions of the last block are not used."""
+        dropped = [*self.regions.values()]
+        self.live = [region for region in self.live if region not in dropped]
 
     def stand_in(self, x: Any) -> Any:
         """What stands for a value that changes from call to call."""
@@ -144,8 +153,10 @@ class RecordedSteps:
         """What a program has for some values; they may come from outside of the regions."""
         pieces = [self.rec.piece(x, w) for x in values]
         steps = self.rec.programs[w].steps
-        if steps is not None:
-            steps.noted.update((x.index, x) for x in pieces if is_slot(x))
+        for x in filter(is_slot, pieces if steps is not None else ()):
+            if steps.inside.get(x.index) not in self.live:
+                steps.note(x)
+            steps.noted[x.index] = x
         return pieces
 
     def tried(self, step: Flat, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any], set[Tape]]:
@@ -165,13 +176,16 @@ class RecordedSteps:
             new, ys = step(stand_ins[:count], stand_ins[count:])
         traced |= {tape for tape, side in pairs if closure_nodes(tape, side, [*new, *ys])}
         self.cut()
+        self.drop()
         return new, ys, traced
 
-    def taped(self, step: Flat, carry: Sequence[Any], x: Sequence[Any], traced: set[int]) -> StepTape:
+    def taped(
+        self, step: Flat, carry: Sequence[Any], x: Sequence[Any], traced: set[int], whole: bool = False
+    ) -> StepTape:
         """A step on stand-ins for these leaves, with those at the positions `traced` on the tape."""
         assert self.tape is not None
         side = Tape()
-        with self.region():
+        with self.region(whole=whole):
             values = [self.stand_in(v) for v in (*carry, *x)]
             with redirected([(self.tape, side)], step=True):
                 run = StepTape(step, self.tape, side, values[: len(carry)], values[len(carry) :], traced)
