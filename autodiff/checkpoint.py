@@ -24,7 +24,7 @@ from spmd.autodiff.transforms import joint
 from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
-__all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "recomputed", "sketches", "traced_by"]
+__all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "place_of", "recomputed", "sketches", "traced_by"]
 
 
 @api_boundary
@@ -136,7 +136,7 @@ def recomputed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str, 
         differentiated = {k: x for k, x in enumerate(level_leaves) if on(x, tape)}
         if differentiated or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            places = {k: _place(x.node) for k, x in differentiated.items()}
+            places = {k: place_of(x.node) for k, x in differentiated.items()}
             first = first or FirstRun([sketches(o) for o in outs], out_tree)
             again = (Replay if loop is None else loop.replay)(call, places, tape, closed[i], inner, where, first)
             pull = functools.partial(again.pull, [lower(x, tape) for x in level_leaves])
@@ -154,7 +154,7 @@ def _first_run(call: Callable, values: list, tapes: Sequence[Tape]) -> tuple[Any
     return out, [closure_nodes(tape, side, outs) for tape, side in zip(tapes, side_tapes, strict=True)]
 
 
-def _place(node: Node) -> Place | None:
+def place_of(node: Node) -> Place | None:
     return node.place if node.prim is None else None
 
 
@@ -224,7 +224,7 @@ class Replay:
             outs, structure = tree.flatten(self.call(arguments))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
-        proxies = {id(node): side_tape.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
+        proxies = {id(node): side_tape.leaf(node.shape, node.dtype, place_of(node)) for node in self.closed}
         side_ids = set(map(id, side_tape.nodes))
         device_flags = self.compare(self.first, outs, structure, values, side_tape)
 
@@ -283,13 +283,12 @@ class Replay:
     @contextmanager
     def recording(self) -> Iterator[tuple[Tape, Tape]]:
         """The tape on which the call records, and the one that gets its nodes."""
-        discarded = [(t, Tape()) for t in self.inner]
         if self.tape is None:
-            with recording(once=True) as tape, self.redirected(discarded):
+            with recording(once=True) as tape:
                 yield tape, tape
             return
-        side_tape = Tape(once=True)
-        token = ACTIVE.set((*ACTIVE.get(), self.tape))
+        side_tape, discarded = Tape(once=True), [(t, Tape()) for t in self.inner]
+        token = ACTIVE.set((*ACTIVE.get(), self.tape, *self.inner))
         try:
             # Several threads may call a pullback; one at a time redirects the tape.
             with self.tape.lock, self.redirected([(self.tape, side_tape), *discarded]):

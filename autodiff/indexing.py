@@ -13,6 +13,7 @@ from spmd.autodiff.admission import admit
 from spmd.autodiff.apply import FLOAT, NO_OPTIONS
 from spmd.autodiff.dtypes import cotangent_dtype, kind_of_dtype
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.program import SUMS_IN_PLACE
 from spmd.autodiff.staging.recorder import one_line
 from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import USUAL, Array, bare, find, value_of
@@ -67,18 +68,31 @@ def _add_into(out, index, v) -> None:
 
 
 def _scattered(g, shape, index):
-    return _scatter(g, shape, index) if type(g) is np.ndarray else one_line(_scatter, (g, shape, index))
+    scatter = _scatter_once if _is_basic(index) or _is_mask(index) else _scatter
+    return scatter(g, shape, index) if type(g) is np.ndarray else one_line(scatter, (g, shape, index), fresh=True)
+
+
+def _scatter_once(g, shape, index):
+    """For an index that takes each entry at most once."""
+    out = np.zeros(shape, g.dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape)
+    out[index] = g
+    return out
 
 
 def _scatter(g, shape, index):
-    once = _is_basic(index) or _is_mask(index)
-    dtype = g.dtype if once else cotangent_dtype(g.dtype) or g.dtype
+    dtype = cotangent_dtype(g.dtype) or g.dtype
     out = np.zeros(shape, dtype) if type(g) is np.ndarray else np.zeros_like(g, shape=shape, dtype=dtype)
-    if once:
-        out[index] = g
-        return out
     _add_into(out, index, g)
     return out if out.dtype == g.dtype else out.astype(g.dtype)
+
+
+def _added(total, g, _shape, index):
+    """total with g added at an index, in place."""
+    total[index] += g
+    return total
+
+
+SUMS_IN_PLACE[_scatter_once] = _added
 
 
 @primitive("scatter_add", lambda g, _ans, _v, _shape, index: g[index])

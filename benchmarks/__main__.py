@@ -23,6 +23,7 @@ SECTIONS = {
     "w6": ("benchmarks.transposes", "W6"),
     "w7": ("benchmarks.overhead", "W7"),
     "costs": ("benchmarks.overhead", "COSTS"),
+    "loops": ("benchmarks.loops", "LOOPS"),
     "memory": ("benchmarks.overhead", "MEMORY"),
     "growth": ("benchmarks.growth", "GROWTH"),
     "updates": ("benchmarks.updates", "UPDATES"),

@@ -17,6 +17,7 @@ from typing import Literal
 
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
+from benchmarks.loops import BLOCK
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
 
@@ -69,6 +70,7 @@ def _targets() -> Iterator[Target]:
     torch, engines = ("torch DDP", "torch + mpi4py"), ("spmd", "spmd, MPI")
     yield Target("w1", "batch 256", (JAX, *torch), 1, ours=engines)
     yield Target("w1", "batch 4096", (JAX, *torch), 1, ours=engines)
+    yield Target("w1", "batch 256", ("spmd, MPI",), 1 / 1.2)
     yield Target("w2", "512 tokens, 1024-4096-1024", (JAX,), 1.1)
     yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor",), 1.15)
     yield Target("w3", "(4, 16, 256, 256)", (JAX, "jax, 1 device", *by_torch), 1)
@@ -80,6 +82,9 @@ def _targets() -> Iterator[Target]:
     yield Target("w6", "256x256x256", (JAX, "jax, 1 device"), 1.5, ours=engines)
     yield Target("w7", "20 operations and a sum", ("jax eager, 2 devices",), 100, ours=engines)
     yield Target("w7", "20 operations and a sum", ("torch DTensor",), 5, ours=engines)
+    yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.2, ours=("spmd, MPI, jit",))
+    yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.5, ours=("spmd, jit",))
+    yield from _of_loops()
     yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
     yield Target("costs", "import", ("numpy",), 1 / 1.5)
     yield Target("costs", "the example of digits", (), 20, "seconds")
@@ -89,6 +94,18 @@ def _targets() -> Iterator[Target]:
     yield Target("w2", "512 tokens, 1024-4096-1024", ("torch DTensor", "torch, by hand"), 1, "memory")
     yield Target("w3", "(4, 16, 256, 256)", by_torch, 1, "memory")
     yield Target("w4", "2048x2048, 100 steps", eager, 1, "memory")
+
+
+def _of_loops() -> Iterator[Target]:
+    for side, most in {64: 5, 256: 1.5, 1024: 0.8}.items():
+        yield Target("loops", f"shallow water, {side}x{side}, 200 steps", ("numpy, by hand",), 1 / most)
+    yield Target("loops", "shallow water, 1024x1024, 200 steps", (JAX,), 1 / 1.2)
+    yield Target("loops", "shallow water, 64x64, 200 steps, first call", (JAX,), 2)
+    yield Target("loops", BLOCK, ("spmd, update outside",), 1 / 0.6)
+    for workers, most in {2: 2, 4: 3, 8: 5}.items():
+        for way in "", ", fori_loop":
+            case = f"stencil, 64x64, 20 steps{way}"
+            yield Target("loops", case, ("spmd, 1 worker",), 1 / most, ours=(f"spmd, {workers} workers",))
 
 
 TARGETS = tuple(_targets())

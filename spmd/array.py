@@ -104,7 +104,7 @@ class PartitionedArray:
         check_usable("x.reduced", self)
         if self.settled is not self:
             return self.settled
-        reduced = relayout(self, self.layout.reduced)
+        reduced = _moved(self, self.layout.reduced)
         if RECORDING.get() is None or self._is_recorded:  # a program has no values that may be kept
             self._reduced = reduced
         return reduced
@@ -482,6 +482,10 @@ def relayout(x: PartitionedArray, layout: Layout) -> PartitionedArray:
         return x
     if x.settled is not x:
         return relayout(x.settled, layout)
+    return x.reduced if layout == x.layout.reduced else _moved(x, layout)
+
+
+def _moved(x: PartitionedArray, layout: Layout) -> PartitionedArray:
     blocks = moved_blocks(x.blocks, x.layout, layout, x.mesh)
     return share_copies({w: as_block(b) for w, b in blocks.items()}, layout, x.mesh)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
+from spmd.errors import SpecError
 from spmd.layout import P, Spec
 from spmd.mesh import Mesh
 from spmd.placement import checked_layout, made, mesh_for, placed
@@ -39,6 +40,19 @@ def _made(
     return made(where, "shape", layout, mesh, block, "lengths that are integers")
 
 
+def _by_name(where: str, **arguments: Any) -> None:
+    """Raise for a spec among arguments that are given by position."""
+    for name, value in arguments.items():
+        if isinstance(value, Spec):
+            raise SpecError.at(
+                where,
+                argument=name,
+                got=str(value),
+                need="the spec by its name: arguments by position are those of NumPy",
+                mend=f"spec={value}",
+            )
+
+
 def _lengths(index: _Index) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in index)
 
@@ -60,6 +74,7 @@ def zeros(
 
     Raises SpecError for a spec that does not fit, or beside like; LayoutError if like is no global array.
     """
+    _by_name("spmd.zeros", dtype=dtype)
     return _made("spmd.zeros", _shape(shape), lambda index: np.zeros(_lengths(index), dtype), spec, mesh, like)
 
 
@@ -68,6 +83,7 @@ def ones(
     shape: _Shape, dtype: Any = float, *, spec: Spec | None = None, mesh: Mesh | None = None, like: Any = None
 ) -> PartitionedArray:
     """A global array of ones; see `zeros`."""
+    _by_name("spmd.ones", dtype=dtype)
     return _made("spmd.ones", _shape(shape), lambda index: np.ones(_lengths(index), dtype), spec, mesh, like)
 
 
@@ -82,6 +98,7 @@ def full(
     like: Any = None,
 ) -> PartitionedArray:
     """A global array of one number, or of values that broadcast; see `zeros`."""
+    _by_name("spmd.full", fill_value=fill_value, dtype=dtype)
     lengths = _shape(shape)
     values = np.broadcast_to(fill_value, lengths)
     return _made("spmd.full", lengths, lambda index: np.full(_lengths(index), values[index], dtype), spec, mesh, like)
@@ -99,6 +116,7 @@ def arange(
     like: Any = None,
 ) -> PartitionedArray:
     """start, start + step, ... before stop, as a global array; see `zeros`. As `np.arange`, with the same bits."""
+    _by_name("spmd.arange", stop=stop, step=step, dtype=dtype)
     start, stop = (0, start) if stop is None else (start, stop)
     n = max(0, math.ceil((stop - start) / step))
     dtype = np.arange(start, start + 0 * stop, step, dtype=dtype).dtype
@@ -125,6 +143,7 @@ def linspace(
     like: Any = None,
 ) -> PartitionedArray:
     """`num` numbers from start to stop, evenly apart, as a global array; see `zeros`. As `np.linspace`."""
+    _by_name("spmd.linspace", num=num, endpoint=endpoint)
     intervals = max(1, num - 1 if endpoint else num)
     apart = (stop - start) / intervals
     kind = np.linspace(start, stop, 0, dtype=dtype).dtype
@@ -151,6 +170,7 @@ def eye(
     like: Any = None,
 ) -> PartitionedArray:
     """Ones on the k-th diagonal, as a global array; see `zeros`. As `np.eye`."""
+    _by_name("spmd.eye", n_cols=n_cols, k=k, dtype=dtype)
 
     def block(index: _Index) -> np.ndarray:
         rows, cols = index

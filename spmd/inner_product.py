@@ -150,7 +150,7 @@ def _inner_outside(a, b):
         call = Call("inner", axes, part.dtype, part.shape, same_shape=True)
         return worker.comm.all_reduce(worker.group(axes), call, part).wait()
 
-    return to_host(joined_copies(a.mesh.run(body).results))[()]
+    return to_host(joined_copies(a.mesh.run(body, one_line=True).results))[()]
 
 
 @api_boundary

@@ -33,24 +33,13 @@ class JitEntry:
     of: the differentiated leaves. structures: the differentiated arguments, with their numbers of leaves.
     back: the programs that go back, and the layouts of the gradients. The forward programs then return the values that
     those need after the results. places: the results, by position, whose cotangents they take.
-    verifies, verifies_back: whether processes compare values at the end of such a call.
+    verifies, verifies_back: whether processes compare values at the end of such a call. closed: the arrays that the
+    body closes over, with their names; None: not known yet.
     """
 
     __slots__ = (
-        *(
-            "back",
-            "layouts",
-            "number",
-            "of",
-            "paths",
-            "places",
-            "programs",
-            "shapes",
-            "static",
-            "structures",
-            "treedef",
-        ),
-        *("variable", "verifies", "verifies_back"),
+        *("back", "closed", "layouts", "number", "of", "paths", "places", "programs", "shapes", "static"),
+        *("structures", "treedef", "variable", "verifies", "verifies_back"),
     )
 
     def __init__(self, number: int, of: Sequence[int] = ()):
@@ -67,6 +56,7 @@ class JitEntry:
         self.places: Sequence[int] = ()
         self.back: tuple[dict[int, Built], list[Any]] | None = None
         self.verifies = self.verifies_back = False
+        self.closed: list[tuple[str, Any]] | None = None
 
 
 def array_positions(outs: list) -> list[int]:

@@ -45,6 +45,7 @@ from spmd.mapped_body import MappedBody
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.memo import bounded
 from spmd.placement import mesh_for
+from spmd.replicas.closures import closed_arrays
 from spmd.replicas.verify import verify_shared
 from spmd.spec_trees import Leaf
 from spmd.state import REPLICAS
@@ -269,14 +270,16 @@ class Jitted(MappedBody):
 
         outcome = self.execute(mesh, ("again", entry.number), body, tracked=True)
         if entry.verifies:
-            self._verify(mesh, outcome, bare)
+            self._verify(entry, mesh, outcome, bare)
         return outcome.results
 
-    def _verify(self, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, MapArgument]]) -> None:
+    def _verify(self, entry: JitEntry, mesh: Mesh, outcome: Outcome, inputs: Sequence[tuple[str, MapArgument]]) -> None:
         """Compare the values that must be equal on several processes, as at the end of a map."""
         if not outcome.replicas.distributed:
             return
-        self.note_inputs(mesh, outcome, [path for path, _ in inputs], [x for _, x in inputs])
+        if entry.closed is None:
+            entry.closed = closed_arrays(self.f)
+        self.note_inputs(mesh, outcome, [path for path, _ in inputs], [x for _, x in inputs], entry.closed)
         shared = mesh.transport.share(dict.fromkeys(outcome.results, outcome.replicas.shared()))
         verify_shared(mesh, shared, outcome.replicas)
 
@@ -336,7 +339,7 @@ class Jitted(MappedBody):
         outcome = self.execute(vjp.mesh, ("back", entry.number), body, tracked=True)
         results = outcome.results
         if entry.verifies_back:
-            self._verify(vjp.mesh, outcome, [])
+            self._verify(entry, vjp.mesh, outcome, [])
         return vjp.as_arguments(join_results(vjp.mesh, results, layouts))
 
 

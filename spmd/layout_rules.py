@@ -29,8 +29,8 @@ class Rule(Enum):
     )
     INDEXED = (
         "a part stays on the workers that hold it, in uneven blocks; so does what a mask picks of the first dimension. "
-        "An item of a split dimension comes to all workers. Arrays of integers, steps back, and masks of several "
-        "dimensions: as `sort`"
+        "`diff`: each block gets the rows that follow it. An item of a split dimension comes to all workers. Arrays of "
+        "integers, steps back, and masks of several dimensions: as `sort`"
     )
     ALONG = (
         "the dimension is made whole. What split it splits the longest other one. `repeat`, `delete` and `insert` with "

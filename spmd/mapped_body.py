@@ -13,7 +13,7 @@ from spmd.layout import Spec
 from spmd.map_arguments import ArgumentSpecs, MapArgument
 from spmd.map_results import BodyResults, MapResult, ResultSpecs, joined_leaves, one_structure
 from spmd.mesh import Mesh, Worker
-from spmd.replicas.closures import note_closure
+from spmd.replicas.closures import closed_arrays, note_closure
 from spmd.replicas.compare import next_turn
 from spmd.scheduler_choice import SchedulerTrial
 from spmd.spec_trees import Leaf, spec_leaves
@@ -26,7 +26,8 @@ __all__ = ["MappedBody"]
 class MappedBody:
     """A body with its specs: checks arguments and results, and runs the body on every worker.
 
-    where: its name in messages. arguments, results: the checks by in_specs and out_specs. turns: how often each kind of
+    where: its name in messages. is_function: whether it is a function of global arrays, which all processes call at one
+    line. arguments, results: the checks by in_specs and out_specs. turns: how often each kind of
     run, and each comparison of replicated values, was made. trials: the choice of a scheduler, by mesh and kind of run.
     """
 
@@ -40,6 +41,7 @@ class MappedBody:
         self.out_specs = out_specs
         self.mesh = mesh
         self.check = check
+        self.is_function = where is not None
         self.where = where or f"spmd.map of {getattr(f, '__name__', None) or type(f).__name__}"
         self.arguments = ArgumentSpecs(self.where, f, self.in_specs)
         self.results = ResultSpecs(self.where, out_specs)
@@ -91,7 +93,7 @@ class MappedBody:
         number = next_turn(self.turns, key)
         if mesh.scheduler == "threads" or mesh.transport.name != "local" or RECORDING.get() is not None:
             with suspended():
-                return mesh.run(body, tracked=tracked, number=number)
+                return mesh.run(body, tracked=tracked, number=number, one_line=self.is_function)
         trial = self.trials.get((mesh, key))
         if trial is None:
             trial = self.trials[mesh, key] = SchedulerTrial()
@@ -108,11 +110,19 @@ class MappedBody:
                 mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
         return outcome
 
-    def note_inputs(self, mesh: Mesh, outcome: Outcome, paths: Sequence[str], inputs: Sequence[MapArgument]) -> None:
+    def note_inputs(
+        self,
+        mesh: Mesh,
+        outcome: Outcome,
+        paths: Sequence[str],
+        inputs: Sequence[MapArgument],
+        closed: list[tuple[str, Any]] | None = None,
+    ) -> None:
         """Note the bare arguments of this process, and the arrays that the body closes over, for the comparison with
-        other processes at the end of the map."""
+        other processes at the end of the map. closed: these arrays, if they are known."""
         if not (outcome.replicas.distributed and self.check and mesh.checks):
             return
         for path, x in zip(paths, inputs, strict=True):
             x.note(mesh, outcome.replicas, self.where, path, self.turns)
-        note_closure(tuple(mesh.axes), outcome.replicas, self.where, self.f, self.turns)
+        arrays = closed_arrays(self.f) if closed is None else closed
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, arrays, self.turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -400,12 +401,21 @@ class Mesh:
         return group
 
     def run(
-        self, body: Callable[[Worker], Any], *, tracked: bool = True, scheduler: str | None = None, number: int = 0
+        self,
+        body: Callable[[Worker], Any],
+        *,
+        tracked: bool = True,
+        scheduler: str | None = None,
+        number: int = 0,
+        one_line: bool = False,
     ) -> Outcome:
-        """Run body(worker) on every worker of this process. number: how many runs of this body came before."""
+        """Run body(worker) on every worker of this process. number: how many runs of this body came before. one_line:
+        all processes run it from one line of the user's program."""
         replicas, programs = Replicas(len(self.local_workers) < self.size, number), RECORDING.get()
 
         def main(comm: Comm):
+            if one_line:
+                comm.from_one_line(sys._getframe())
             worker = Worker(self, comm, tracked, replicas)
             if programs is not None:
                 worker.record(programs.of_worker(self, worker.index))

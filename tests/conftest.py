@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,10 +75,13 @@ def placed(x: np.ndarray):
     return cupy.asarray(x)
 
 
+SCHEDULERS = ("lockstep", "threads")
+
+
 # Of the session, so that tests that draw their cases may use it as well.
-@pytest.fixture(params=["lockstep", "threads"], scope="session")
+@pytest.fixture(params=SCHEDULERS, scope="session")
 def scheduler(request) -> str:
-    """The test runs once with each scheduler."""
+    """The test runs once with each scheduler; of several cases the ordinary run has each with one of them."""
     return request.param
 
 
@@ -114,6 +118,16 @@ def pytest_runtest_setup(item) -> None:
         pytest.skip(mark.args[0])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without garbage collection, which would traverse tens of thousands of tests again and again: all of them stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items) -> None:
     """Tests marked gpu are left out where there is no GPU: they run other tests' cases a second time, on CuPy.
@@ -131,10 +145,31 @@ def pytest_collection_modifyitems(config, items) -> None:
         ordinary = getattr(item.module, "ORDINARY", None)
         if ordinary is not None and item.originalname not in ordinary and item.name not in ordinary:
             item.add_marker("full")
+    _one_scheduler_for_each_case(items)
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         left = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=left)
+
+
+def _one_scheduler_for_each_case(items) -> None:
+    """Where a test has several cases and both schedulers, each case has one scheduler; with the other it is `full`.
+
+    The cases are ordered by a hash, and the schedulers alternate along them: each has half, in no regular pattern.
+    The tests of transports, among them those of the schedulers themselves, have both in every case.
+    """
+    tests: dict[tuple, dict[str, dict]] = {}
+    for item in items:
+        scheduler = item.callspec.params.get("scheduler") if hasattr(item, "callspec") else None
+        if scheduler in SCHEDULERS and "transport" not in item.path.parts:
+            words = item.callspec.id.split("-")
+            words.remove(scheduler)
+            case = "-".join(words)
+            tests.setdefault((item.path, item.cls, item.originalname), {}).setdefault(case, {})[scheduler] = item
+    for cases in tests.values():
+        for k, case in enumerate(sorted(cases, key=lambda case: zlib.crc32(case.encode(errors="surrogatepass")))):
+            if len(cases) > 1 and cases[case].keys() == set(SCHEDULERS):
+                cases[case][SCHEDULERS[k % 2]].add_marker("full")
 
 
 def _has_gpu() -> bool:

@@ -510,3 +510,25 @@ def test_checkpoints_compare_and_wait_for_nothing(scheduler):
             with fake_cupy.nothing_waits() if EMULATED else nullcontext():
                 found = gradient(blocks)
             np.testing.assert_allclose(cp.asnumpy(found.numpy()), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", [None, 2])
+def test_loops(scheduler, checkpoint):
+    def step(u, f):
+        wide = spmd.halo_exchange(u, P("x"), 1, "zero")
+        u = np.tanh(u + 0.2 * (wide[2:] - 2 * u + wide[:-2]) + f)
+        return u, spmd.psum(np.sum(u * u), "x")
+
+    def loss(u, f):
+        u, energies = spmd.scan(step, u, f, checkpoint=checkpoint)
+        return spmd.sum(u**2, "x") + np.sum(energies)
+
+    def found(**options):
+        u, f = np.linspace(-1, 1, 5), np.cos(np.arange(20.0)).reshape(4, 5)
+        with spmd.Mesh(x=3, **options):
+            mapped = spmd.map(loss, in_specs=(P("x"), P(None, "x")), out_specs=P())
+            arrays = spmd.put(u, P("x")), spmd.put(f, P("x"))  # split along the steps
+            value, gradients = spmd.value_and_grad(mapped, (0, 1))(*arrays)
+            return [y.numpy() for y in (value, *gradients)]
+
+    same(found(device="cuda", scheduler=scheduler), found(device="cpu"))

@@ -26,7 +26,7 @@ from spmd import kernels
 from spmd.kernels import cpu, jit, reference
 from spmd.kernels.cpu.chunks import accurate
 
-FEW = settings(derandomize=True, deadline=None, max_examples=12, database=None)
+FEW = settings(derandomize=True, deadline=None, max_examples=8, database=None)
 SLOW = settings(FEW, max_examples=6)
 MANY = settings(derandomize=True, deadline=None, max_examples=400, database=None)
 

@@ -16,7 +16,9 @@ from hypothesis.extra import numpy as hnp
 from spmd.autodiff import tree, vjp
 from spmd.autodiff.check import check_grads, check_vjp
 
-FEW = settings(derandomize=True, deadline=None, max_examples=6, database=None)
+FEW = settings(derandomize=True, deadline=None, max_examples=4, database=None)
+FEWER = settings(FEW, max_examples=2)
+MORE = settings(FEW, max_examples=6)
 MANY = settings(derandomize=True, deadline=None, max_examples=200, database=None)
 
 # Where arguments are drawn from: rng, shape -> array. All stay clear of kinks and poles by more than a step.
@@ -109,16 +111,16 @@ class Table:
             def test_against_finite_differences_long(self, row, data):
                 check_grads(row.f, row.draw(data))
 
-            @FEW
+            @FEWER
             @given(data=st.data())
             def test_single_precision_stays_single(self, row, data):
-                args = tuple(a.astype("c8" if a.dtype.kind == "c" else "f4") for a in row.draw(data))
-                value, pull = vjp(row.f, *args)
-                bare = tree.leaves(row.f(*args))
-                assert [v.dtype for v in tree.leaves(value)] == [v.dtype for v in bare]
-                for g, a in zip(pull(tree.map(np.ones_like, value)), args, strict=True):
-                    assert g.dtype == a.dtype
-                check_vjp(row.f, args)
+                check_single(row, data)
+
+            @pytest.mark.full
+            @MORE
+            @given(data=st.data())
+            def test_single_precision_stays_single_long(self, row, data):
+                check_single(row, data)
 
             @pytest.mark.gpu
             @FEW
@@ -139,3 +141,14 @@ class Table:
                     np.testing.assert_allclose(cupy.asnumpy(got), expected, rtol=1e-9, atol=1e-9)
 
         return Rows
+
+
+def check_single(row: Row, data) -> None:
+    """One draw: in single precision the value and the cotangents are of single precision, and right."""
+    args = tuple(a.astype("c8" if a.dtype.kind == "c" else "f4") for a in row.draw(data))
+    value, pull = vjp(row.f, *args)
+    bare = tree.leaves(row.f(*args))
+    assert [v.dtype for v in tree.leaves(value)] == [v.dtype for v in bare]
+    for g, a in zip(pull(tree.map(np.ones_like, value)), args, strict=True):
+        assert g.dtype == a.dtype
+    check_vjp(row.f, args)

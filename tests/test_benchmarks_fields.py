@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fields import plane, stencil_autograd, stencil_numpy
+from benchmarks.loops import Ditch, block_spmd, lake, stencil_spmd, water_spmd
 from benchmarks.transposes import FUTURE, cube, cube_alone, matrix, trip_copies
 
 
@@ -49,3 +50,47 @@ def test_transforms_alone_are_those_of_the_work():
     made.run(1)
     axes = np.meshgrid(*[np.fft.fftfreq(8, 1 / 8) ** 2] * 3)
     assert np.allclose(*made.tell(), np.fft.ifftn(np.fft.fftn(cube(8)) * np.exp(-FUTURE * sum(axes))).real)
+
+
+def flowed(q: np.ndarray) -> np.ndarray:
+    """A step of shallow water by rolls."""
+    h, m, n = q
+    u, v, pressure = m / h, n / h, h * h / 2
+    fluxes = [(m, n), (m * u + pressure, m * v), (n * u, n * v + pressure)]
+    near = sum(np.roll(q, s, d) for d in (1, 2) for s in (1, -1)) / 4
+    lost = [np.roll(f, -1, 0) - np.roll(f, 1, 0) + np.roll(g, -1, 1) - np.roll(g, 1, 1) for f, g in fluxes]
+    return near - 0.2 * np.stack(lost)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_water_by_hand_is_the_scheme_and_its_derivative(rows):
+    q, steps, rng = lake(7), 5, np.random.default_rng(1)
+
+    def energy(q):
+        for _ in range(steps):
+            q = flowed(q)
+        return 0.5 * np.sum(q * q)
+
+    value, grad = Ditch(rows, 7, steps).run(q)
+    assert np.isclose(value, energy(q), rtol=1e-13)
+    for _ in range(3):
+        d = rng.standard_normal(q.shape)
+        slope = (energy(q + 1e-5 * d) - energy(q - 1e-5 * d)) / 2e-5
+        assert np.isclose(np.vdot(grad, d), slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("points", [8, 9])
+def test_water_of_ours_is_that_by_hand(points, jit):
+    ours, by_hand = water_spmd(points, 6, jit=jit), Ditch(4, points, 6)
+    for got, expected in zip(ours.tell(), by_hand.run(lake(points)), strict=True):
+        assert np.abs(got - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+def test_ways_of_a_stencil_and_of_a_step_of_training_agree():
+    first = stencil_spmd(1, loop=False).tell()
+    for workers, loop in (1, True), (2, True), (3, False):
+        for got, expected in zip(stencil_spmd(workers, loop).tell(), first, strict=True):
+            assert np.allclose(got, expected, rtol=1e-12)
+    for got, expected in zip(block_spmd(True).tell(), block_spmd(False).tell(), strict=True):
+        assert np.allclose(got, expected, rtol=1e-12)

@@ -126,3 +126,27 @@ def test_recorded_steps_give_the_losses_of_others(mesh):
 def test_recorded_steps_under_mpiexec():
     ended = launch(RECORDED, "--steps", "40", n=4, timeout=120)
     assert losses(ended) == losses(run_python(RECORDED, "--steps", "40", timeout=120))
+
+
+WATER = ROOT / "examples" / "shallow_water.py"
+BRIEF = ("--points", "9", "--steps", "12", "--iterations", "3")
+
+
+def water(ended: subprocess.CompletedProcess) -> str:
+    """What shallow_water.py prints."""
+    assert ended.returncode == 0, str(ended)
+    assert float(re.search(r"of few: (\S+) apart", ended.stdout)[1]) < 1e-13
+    first, last = map(float, re.search(r"misfit (\S+) at first, (\S+) after", ended.stdout).groups())
+    assert last < 0.7 * first
+    return ended.stdout
+
+
+@pytest.mark.parametrize("mesh", ["2,2", "4,1", "1,1"])
+def test_water_falls_into_the_shape_that_was_recorded(mesh):
+    water(run_python(WATER, *BRIEF, "--mesh", mesh, timeout=120))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_water_under_mpiexec():
+    assert water(launch(WATER, *BRIEF, n=4, timeout=120)) == water(run_python(WATER, *BRIEF, timeout=120))

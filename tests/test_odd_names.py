@@ -78,7 +78,10 @@ def test_programs_of_functions_with_any_name(name):
     assert all(_RESERVED.fullmatch(n) is None for n in built._constants)
 
 
-@pytest.mark.parametrize("name", ["it's", "{x}", "a\nb", "%s", "back\\slash", 'quote"'])
+FOLDERS = ["it's", "{x}", "a\nb", "%s", "back\\slash", 'quote"']
+
+
+@pytest.mark.parametrize("name", ["".join(FOLDERS), *(pytest.param(name, marks=pytest.mark.full) for name in FOLDERS)])
 def test_programs_in_folders_with_any_name(name, tmp_path):
     """Errors, programs of spmd.jit and loops kept on disk."""
     folder = tmp_path / name

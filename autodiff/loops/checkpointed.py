@@ -13,7 +13,7 @@ from spmd.autodiff.checkpoint import FirstRun, Replay, closure_nodes, recomputed
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
 from spmd.autodiff.loops.taped import Arrived, StepTape, floating
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, redirected
-from spmd.autodiff.transform_arguments import lower
+from spmd.autodiff.transform_arguments import lower, on, stated
 
 __all__ = ["checkpointed"]
 
@@ -55,7 +55,8 @@ class _Loop:
     def first_run(self, values: Sequence[Any], tapes: Sequence[Tape]) -> tuple[list[Any], list[list[Node]]]:
         """The last carry and the stacked ys, and of each tape the nodes on which they depend. Keeps some carries."""
         n = len(self.order)
-        keep, rows, carry = {*first_kept(n, self.states)}, [], list(values[: self.count])
+        keep = {*first_kept(n, self.states)} if tapes else set()
+        rows, carry = [], list(values[: self.count])
         closed: dict[Tape, dict[int, Node]] = {tape: {} for tape in tapes}
         self.kept = {}
         for at in range(n):
@@ -82,7 +83,7 @@ class _Loop:
 class _LoopReplay(Replay):
     """The pullback of a loop, which runs its steps again, each once more before its own sweep."""
 
-    __slots__ = ("kept", "loop", "nodes", "varied")
+    __slots__ = ("kept", "loop", "nodes", "once", "varied")
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class _LoopReplay(Replay):
         first: FirstRun,
     ):
         super().__init__(call, differentiated, tape, closed, inner, where, first)
-        self.loop, self.kept = loop, kept
+        self.loop, self.kept, self.once = loop, kept, tape.once
         ids = set(map(id, closed))
         copies = {t: t.all_varied_copies() for t in (tape, *inner)}
         self.varied = {t: {k: v for k, v in copies[t].items() if id(v.node) in ids} for t in copies}
@@ -124,7 +125,7 @@ class _LoopReplay(Replay):
         known = FirstRun(self.first.sketches[:count], tree.structure([0] * count))
         flags: list[Any] = []
         for action in backward(n, loop.states):
-            if type(action) is Drop:
+            if isinstance(action, Drop):
                 del states[action.at]
                 continue
             carry = self._advanced(values, states[action.start], action.start, action.at)
@@ -138,20 +139,43 @@ class _LoopReplay(Replay):
                 raise self.different_function()
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
             known = known._replace(sketches=[sketches(x) for x in carry])
+            if at == n - 1:
+                now.closed = closed = dict(now.closed)
+                gs = self._without_outer(run, gs, closed)
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
             now = run.pull(now, at == n - 1, free=True, arrived=before, first=at == 0)
             for k, g in now.slices.items():
                 rows[k + count][loop.order[at]] = g
-        found = [now.carry[k] if k < count else _stacked(rows[k], slices[k]) for k in self.differentiated]
+        found = []
+        for k in self.differentiated:
+            g = now.carry[k] if k < count else _stacked(rows[k], slices[k])
+            found.append(None if g is None else stated(g, getattr(values[k], "state", None)))
         found += [now.closed.get(id(node)) for node in self.closed]
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]
         return found
 
+    def _without_outer(self, run: StepTape, gs: Sequence[Any], closed: dict[int, Any]) -> list[Any]:
+        """The cotangents gs without those of ys that are values from outside of the loop. These are added to `closed`
+        before those of the steps, as in a sweep over all steps, which begins with the stacked ys."""
+        gs, ids = list(gs), set(map(id, run.closed))
+        for k, y in reversed([*enumerate(run.ys, self.loop.count)]):
+            if gs[k] is None or not on(y, run.tape) or id(y.node) not in ids:
+                continue
+            for g in gs[k]:
+                before = closed.get(id(y.node))
+                closed[id(y.node)] = g if before is None else before + g
+            gs[k] = None
+        return gs
+
     def _states(self, values: Sequence[Any]) -> dict[int, list[Any]]:
-        """The carries that the first run kept; run again where it was below other tapes."""
+        """The carries that the first run kept; run again where it was below other tapes. A tape that serves once gives
+        them away, so that they can be dropped one by one."""
         if self.kept:
-            return dict(self.kept)
+            kept = dict(self.kept)
+            if self.once:
+                self.kept.clear()
+            return kept
         kept, carry = {}, list(values[: self.loop.count])
         for at in first_kept(len(self.loop.order), self.loop.states):
             kept[at] = carry = self._advanced(values, carry, max(kept, default=0), at)

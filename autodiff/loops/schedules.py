@@ -43,7 +43,7 @@ def policy_of(where: str, checkpoint: Any) -> Policy | None:
     """The policy that an argument `checkpoint` means; None: every value is kept."""
     if checkpoint is None:
         return None
-    if checkpoint == "sqrt":
+    if isinstance(checkpoint, str) and checkpoint == "sqrt":
         return lambda n: max(1, math.isqrt(max(n - 1, 0)) + 1)
     if callable(checkpoint):
         return lambda n: _count(where, checkpoint(n), f"checkpoint, a policy, for {n} steps")

@@ -9,8 +9,8 @@ import numpy as np
 
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
-from spmd.autodiff.checkpoint import closure_nodes
-from spmd.autodiff.tape import STEP, Node, Tape
+from spmd.autodiff.checkpoint import closure_nodes, place_of
+from spmd.autodiff.tape import STEP, Node, Place, Tape
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of, lower, on, unstated
 
@@ -33,10 +33,12 @@ class Cotangents:
 
 
 class Start(NamedTuple):
-    """The node outside that a leaf of the first step is: its name, and the cotangent that has arrived, or None."""
+    """The node outside that a leaf of the first step is: its name, the cotangent that has arrived, or None, and its
+    place if it is a leaf, whose cotangent may be deferred."""
 
     name: int
     g: Any
+    place: Place | None
 
 
 class Arrived:
@@ -55,13 +57,13 @@ class Arrived:
         self.names = {id(node): first.setdefault(id(now), id(node)) for node, (now, _) in of_closed}
         self.closed = {self.names[id(node)]: g for node, (_, g) in of_closed}
         of_leaves = zip(leaves, pairs, strict=False)
-        self.starts = {k: Start(first.get(id(now), id(now)), g) for k, (now, g) in of_leaves}
+        self.starts = {k: Start(first.get(id(now), id(now)), g, place_of(now)) for k, (now, g) in of_leaves}
 
     def over(self, gs: Mapping[int, Any]) -> Arrived:
         """The same with other cotangents of the leaves."""
         other = Arrived((), (), ())
         other.closed, other.names = self.closed, self.names
-        other.starts = {k: Start(self.starts[k].name, g) for k, g in gs.items()}
+        other.starts = {k: self.starts[k]._replace(g=g) for k, g in gs.items()}
         return other
 
     def cotangents(self, carry: Sequence[Any]) -> Cotangents:
@@ -81,7 +83,7 @@ class StepTape:
     leaves: by position, the nodes of the differentiated leaves: first those of the carry, then the slices.
     inner: inner tapes, on which the step records what it closes over; the results are brought below them.
     carry, ys: what the step returned. closed: the nodes from outside on which it depends, in order of their use.
-    same: (j, k) where ys[j] is the carry's leaf k, which so has cotangents from two sides.
+    same: (j, k) where ys[j] is the carry's leaf k (the first of several), which so has cotangents from two sides.
     """
 
     def __init__(
@@ -100,18 +102,15 @@ class StepTape:
         for k in sorted(traced):
             value = values[k]
             shape, dtype = np.shape(value_of(value)), getattr(value, "dtype", None)
-            self.leaves[k] = side.leaf(shape, weak(value_of(value)) if dtype is None else dtype, STEP)
+            dtype = weak(value_of(value)) if dtype is None else dtype
+            self.leaves[k] = side.leaf(shape, dtype, STEP)
             values[k] = Array(unstated(value), getattr(value, "state", None), tape, self.leaves[k])
         self.carry, self.ys = step(values[: len(carry)], values[len(carry) :])
         for t in reversed(inner):
             self.carry, self.ys = ([lower(y, t) for y in part] for part in (self.carry, self.ys))
         self.closed = closure_nodes(tape, side, [*self.carry, *self.ys])
-        self.same = [
-            (j, k)
-            for j, y in enumerate(self.ys)
-            for k, c in enumerate(self.carry)
-            if on(y, tape) and on(c, tape) and y.node is c.node
-        ]
+        of_carry = {id(c.node): k for k, c in reversed([*enumerate(self.carry)]) if on(c, tape)}
+        self.same = [(j, of_carry[id(y.node)]) for j, y in enumerate(self.ys) if on(y, tape) and id(y.node) in of_carry]
         self._proxies: dict[int, Node] = {}
 
     def traced_carry(self) -> set[int]:
@@ -137,22 +136,29 @@ class StepTape:
             self._proxies = {id(node): side.leaf(node.shape, node.dtype, STEP) for node in self.closed}
             for node in side.nodes:
                 node.parents = [self._proxies.get(id(p), p) for p in node.parents]
-        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step.
+        # What a step returns both as carry and as y has the cotangent of y first, before those of the next step; of
+        # several ys that of the last one, as in a sweep over all steps.
         twice = dict(self.same)
-        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in self.same if k in self.leaves]
+        seeds: list[tuple[Any, Any]]
+        seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in reversed(self.same) if k in self.leaves]
         if arrived is not None:
             one = self._ones(cotangents, arrived, first)
             seeds += [(self.leaves[k], s.g) for k, s in arrived.starts.items() if first and id(self.leaves[k]) not in one]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
-        for out, g in zip([*self.carry, *self.ys], [*cotangents.carry, *own], strict=True):
+        for out, g in zip([*self.carry, *self.ys[::-1]], [*cotangents.carry, *own[::-1]], strict=True):
             if on(out, self.tape):
                 seeds.append((self._proxies.get(id(out.node), out.node), g))
         seeds = [(one.get(id(node), node), unstated(g)) for node, g in seeds if g is not None]
         parents = [node.parents for node in side.nodes] if one and not free else []
         for node in side.nodes if one else ():
             node.parents = [one.get(id(p), p) for p in node.parents]
+        starts = arrived.starts if first and arrived is not None else {}
+        for k, start in starts.items():
+            self.leaves[k].place = start.place or STEP
         found = sweep(side, seeds, [*self.leaves.values(), *self._proxies.values()], free=free)
+        for k in starts:
+            self.leaves[k].place = STEP
         for node, before in zip(side.nodes, parents, strict=False):
             node.parents = before
         of_leaves = dict(zip(self.leaves, found, strict=False))

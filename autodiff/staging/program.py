@@ -8,6 +8,7 @@ import linecache
 import math
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from spmd.autodiff.allocation import product
 
-__all__ = ["COMM", "Built", "Line", "Ref", "ValueInfo", "collect", "execute", "mapped", "refs"]
+__all__ = ["COMM", "SUMS_IN_PLACE", "Built", "Line", "Ref", "ValueInfo", "collect", "execute", "mapped", "refs"]
 
 REUSE_MIN = 1 << 16
 """Bytes above which a result is written into the memory of an operand that is no longer needed."""
@@ -116,6 +117,8 @@ class ValueInfo(NamedTuple):
 _UFUNCS_OF_REDUCTIONS = {np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.min: np.minimum}
 _OUT_ARGUMENTS = {"activate_vjp": 0}
 """Kernels that take an output array as their last argument, and which argument may be that array."""
+SUMS_IN_PLACE: dict[Any, Callable[..., Any]] = {}
+"""Functions that make an array of zeros but for a part: what adds that part to another array, which it takes first."""
 _numbers = itertools.count(1)
 
 
@@ -140,7 +143,8 @@ class Built:
         self._constants: dict[str, Any] = {}
         self._named: dict[int, str] = {}
         lines = self._live_lines(_with_constants(lines, small, likes, self._outputs))
-        last = {i: k for k, line in enumerate(lines) for i in [*line.used, *(i for _, i in line.parts)]}
+        lines = self._summed_in_place(lines, {*inputs} | self._outputs)
+        last = _last_uses(lines)
         over = self._reusable(lines, {*inputs} | self._outputs, last)
         text = ["def program(comm, given):"]
         if inputs:
@@ -171,16 +175,40 @@ class Built:
                 needed.append(line)
         return needed[::-1]
 
+    def _summed_in_place(self, lines: list[Line], shared: set[int]) -> list[Line]:
+        """The lines, with sums of an array that nobody else uses and one that is mostly zero done in place."""
+        last, counts = _last_uses(lines), Counter(i for line in lines for i in line.used)
+        fresh, parts, dropped = _unshared(lines, shared), {}, set()
+        lines = list(lines)
+        for k, line in enumerate(lines):
+            result = line.result
+            if line.fun in SUMS_IN_PLACE and line.errors is None:
+                parts[result] = k
+            if (
+                line.fun is not np.add
+                or line.form != "call"
+                or line.kwargs
+                or line.errors is not None
+                or result is None
+            ):
+                continue
+            for total, part in (line.args, line.args[::-1]):
+                if not (type(total) is type(part) is Ref and part.index in parts and counts[part.index] == 1):
+                    continue
+                like = self._likes[total.index]
+                own = total.index in fresh and last[total.index] == k and part.index in fresh
+                if own and like == self._likes[part.index] == self._likes[result] and like is not None and like.array:
+                    made = lines[parts[part.index]]
+                    args = (total, *made.args)
+                    lines[k] = line._replace(fun=SUMS_IN_PLACE[made.fun], args=args, used=refs(args))
+                    dropped.add(parts[part.index])
+                    break
+        return [line for k, line in enumerate(lines) if k not in dropped]
+
     def _reusable(self, lines: list[Line], shared: set[int], last: dict[int, int]) -> dict[int, Ref]:
         """By line, the argument into whose memory the result may be written: a large new array of an earlier line,
         without views and not used later. shared: values to which there are references outside of the program."""
-        fresh: set[int] = set()
-        for line in lines:
-            if line.fresh:
-                fresh.update(i for _, i in line.parts)
-            else:
-                shared.update(line.used)
-        fresh -= shared
+        fresh = _unshared(lines, shared)
         reusable = {}
         for k, line in enumerate(lines):
             result = line.result
@@ -311,6 +339,22 @@ class Built:
         if type(a) is tuple and a:
             return ", ".join(map(self._index, a)) + "," * (len(a) == 1)
         return self._source(a)
+
+
+def _last_uses(lines: Sequence[Line]) -> dict[int, int]:
+    """Of each value the last line that uses it, or makes it."""
+    return {i: k for k, line in enumerate(lines) for i in [*line.used, *(i for _, i in line.parts)]}
+
+
+def _unshared(lines: Sequence[Line], shared: set[int]) -> set[int]:
+    """The values that are new arrays without views, to which there are no references but those of the lines."""
+    fresh: set[int] = set()
+    for line in lines:
+        if line.fresh:
+            fresh.update(i for _, i in line.parts)
+        else:
+            shared.update(line.used)
+    return fresh - shared
 
 
 _RESERVED = re.compile(r"comm|given|found|program|slice|v\d+")

@@ -299,10 +299,10 @@ def checked(check: Callable[..., None], x: Any, *more: Any) -> None:
         check(x, *more)
 
 
-def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NO_KWARGS) -> Any:
-    """fun(*args, **kwargs) of bare data, as one line of a program."""
+def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NO_KWARGS, *, fresh=False) -> Any:
+    """fun(*args, **kwargs) of bare data, as one line of a program. fresh: the result is a new array, no view."""
     stand_ins = slots((args, kwargs))
-    return stand_ins[0].program.call(fun, args, kwargs) if stand_ins else fun(*args, **kwargs)
+    return stand_ins[0].program.call(fun, args, kwargs, fresh=fresh) if stand_ins else fun(*args, **kwargs)
 
 
 class _Opaque:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,19 @@ class Unrollable(Exception):
 class Steps:
     """What a program knows of its loops.
 
-    noted: the stand-ins that lines took, by number, while a step is recorded. inside: by number the region in which a
-    value was computed. open: the regions whose values may be used now.
+    inside: by number the region in which a value was computed. open: the regions that are recorded now. usable: those
+    whose values may be used.
     """
 
     def __init__(self) -> None:
-        self.noted: dict[int, Any] = {}
         self.inside: dict[int, Region] = {}
         self.open: list[Region] = []
+        self.usable: list[Region] = []
 
     def is_over(self, x: Any) -> bool:
         """Whether a stand-in is for a value of a step, of which there is no more outside of the loop."""
         region = self.inside.get(x.index)
-        return region is not None and region not in self.open
+        return region is not None and region not in self.usable
 
     def note(self, x: Any) -> None:
         """A line takes a stand-in. Raises if it is a value of a step, used outside of the loop."""
@@ -45,8 +45,8 @@ class Steps:
                 need="steps that hand on what they compute: by the carry, or as y",
                 mend="return it, (carry, y), and take it from the results of the loop",
             )
-        if self.open:
-            self.noted[x.index] = x
+        for region in self.open:
+            region.noted[x.index] = x
 
 
 class Region:
@@ -54,7 +54,8 @@ class Region:
 
     inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
     an effect, or touch what lines write to; the others stay in the program, before the loop, unless it is `whole`.
-    produced: the numbers of the values of `lines`. after: a region whose values this one uses, if any.
+    produced: the numbers of the values of `lines`. noted: the stand-ins that lines took, by number.
+    after: a region whose values this one uses, if any.
     """
 
     def __init__(self, program: Program, after: Region | None = None, whole: bool = False):
@@ -63,18 +64,21 @@ class Region:
         self.inputs: list[int] = []
         self.lines: list[Line] = []
         self.produced: set[int] = set()
+        self.noted: dict[int, Any] = {}
         if program.steps is None:
             program.steps = Steps()
 
     def open(self) -> None:
         """The next line is the first one."""
         self.start = len(self.program.lines)
-        self.program.steps.open += self.usable
+        self.program.steps.open.append(self)
+        self.program.steps.usable += self.usable
 
     def close(self) -> None:
         """The last line was recorded."""
+        self.program.steps.open.remove(self)
         for region in self.usable:
-            self.program.steps.open.remove(region)
+            self.program.steps.usable.remove(region)
 
     def stand_in(self, value: Any) -> Any:
         """The stand-in for a value that changes from step to step."""
@@ -102,17 +106,21 @@ class Region:
             raise Unrollable
         program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self))
 
-    def outer(self, outputs: Iterable[Any], known: Collection[int] = ()) -> list[int]:
-        """The numbers of the values from outside that the lines and these outputs use. known: not from outside."""
-        inside = {*self.inputs, *self.produced, *known}
-        used = dict.fromkeys(i for line in self.lines for i in line.used if i not in inside)
-        return [*dict.fromkeys((*used, *(x.index for x in outputs if is_slot(x) and x.index not in inside)))]
+    def outer(self, outputs: Iterable[Any]) -> list[int]:
+        """The numbers of the values from outside that the lines and these outputs use."""
+        inside = {*self.inputs, *self.produced}
+        used = [*(i for line in self.lines for i in line.used), *refs([*outputs])]
+        return [*dict.fromkeys(i for i in used if i not in inside)]
 
     def built(self, before: Sequence[Line], inputs: Sequence[int], outputs: Sequence[Any], name: str) -> Built:
         """The lines as a function of these values. before: lines that run first."""
-        results = [Ref(x.index) if is_slot(x) else x for x in outputs]
         program = self.program
-        return Built([*before, *self.lines], program.likes, program.small, inputs, results, name)
+        return Built([*before, *self.lines], program.likes, program.small, inputs, outputs, name)
+
+
+def _refs(outputs: Iterable[Any]) -> list[Any]:
+    """Results without their values, which a program outlives: stand-ins by number."""
+    return [Ref(x.index) if is_slot(x) else x for x in outputs]
 
 
 def _targets(line: Line) -> list[int]:
@@ -164,11 +172,11 @@ class Loop:
         states: int | None,
         name: str,
     ):
-        self.region, self.counts, self.outputs, self.order, self.states = region, counts, outputs, order, states
+        self.region, self.counts, self.outputs, self.order, self.states = region, counts, _refs(outputs), order, states
         self.__name__ = name
         self.kept: list[int] = []
         self.pulls = 0
-        self.outer = region.outer(outputs)
+        self.outer = region.outer(self.outputs)
         self._built: Built | None = None
 
     def keep(self, numbers: Iterable[int]) -> None:
@@ -232,7 +240,7 @@ class BackStep:
     """
 
     def __init__(self, region: Region, outputs: Sequence[Any], of: Sequence[int]):
-        self.region, self.outputs, self.of = region, outputs, of
+        self.region, self.outputs, self.of = region, _refs(outputs), of
         self.built: Any = None
 
 
@@ -293,6 +301,8 @@ class BackLoop:
                 run.step(at, () if row is None else row[: self.kept])
             return run.results()
         states = dict(saved.states)
+        if self.once and loop.pulls == 1:
+            saved.states.clear()
         by_number = dict(zip(self.outer, run.outer, strict=True))
         forward_outer = [by_number[i] for i in loop.outer]
         for action in backward(len(loop.order), loop.states):
@@ -349,6 +359,7 @@ class While:
 
     def __init__(self, condition: Region, holds: Any, step: Region, outputs: Sequence[Any], name: str):
         self.__name__ = name
+        (holds, *outputs) = _refs([holds, *outputs])
         self.count = len(outputs)
         outer = dict.fromkeys((*condition.outer([holds]), *step.outer(outputs)))
         self.outer = [*outer]
@@ -374,9 +385,10 @@ class Branches:
     """
 
     def __init__(self, regions: Sequence[Region], outputs: Sequence[Sequence[Any]], apart: bool, name: str):
-        self.regions, self.outputs, self.apart, self.__name__ = regions, outputs, apart, name
+        self.regions, self.outputs, self.apart, self.__name__ = regions, [*map(_refs, outputs)], apart, name
         self.kept: list[list[int]] = [[], []]
-        self.outer = [*dict.fromkeys(i for r, outs in zip(regions, outputs, strict=True) for i in r.outer(outs))]
+        pairs = zip(regions, self.outputs, strict=True)
+        self.outer = [*dict.fromkeys(i for region, outs in pairs for i in region.outer(outs))]
         self._built: list[Built] | None = None
 
     def keep(self, of_branch: int, numbers: Iterable[int]) -> None:
@@ -414,9 +426,10 @@ class BackBranches:
     def __init__(
         self, branches: Branches, regions: Sequence[Region], outputs: Sequence[Mapping[Any, Any]], keys: Any, name: str
     ):
-        self.branches, self.outputs, self.keys, self.__name__ = branches, outputs, keys, name
+        self.branches, self.keys, self.__name__ = branches, keys, name
+        self.outputs = [dict(zip(outs, _refs(outs.values()), strict=True)) for outs in outputs]
         used = []
-        for which, (region, outs) in enumerate(zip(regions, outputs, strict=True)):
+        for which, (region, outs) in enumerate(zip(regions, self.outputs, strict=True)):
             forward = branches.regions[which]
             own = {*forward.inputs, *forward.produced}
             numbers = region.outer(outs.values())
@@ -426,7 +439,7 @@ class BackBranches:
         self.kept = [len(kept) for kept in branches.kept]
         self.built = [
             region.built((), [*region.inputs, *kept, *self.outer], [*outs.values()], f"{name}, {which}")
-            for region, kept, outs, which in zip(regions, branches.kept, outputs, (True, False), strict=True)
+            for region, kept, outs, which in zip(regions, branches.kept, self.outputs, (True, False), strict=True)
         ]
 
     def __spmd_programs__(self) -> list[Built]:

@@ -51,7 +51,7 @@ def combine(blocks: Sequence[np.ndarray], how: str = "sum", into: np.ndarray | N
 def small_fold(like: np.ndarray, how: str) -> Callable[..., np.ndarray] | None:
     """`combine` for many calls with small C-contiguous blocks like this one, at least two, as arguments. The result is
     read-only. None where there is no faster way for such blocks."""
-    if not _is_simple(like):
+    if not _is_simple(like.reshape(-1)):
         return None
     fold = _FOLDS[how]
 
@@ -60,7 +60,9 @@ def small_fold(like: np.ndarray, how: str) -> Callable[..., np.ndarray] | None:
         result.setflags(False)  # pyright: ignore[reportCallIssue]  (a keyword takes twice as long)
         return result
 
-    return folded
+    if like.ndim > 0:
+        return folded
+    return lambda *blocks: folded(*[block.reshape(1) for block in blocks]).reshape(())
 
 
 def _is_simple(x: np.ndarray) -> bool:

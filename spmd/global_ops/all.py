@@ -12,6 +12,7 @@ from spmd.global_ops import (  # noqa: F401
     shapes,
     transforms,
     updates,
+    writing,
 )
 from spmd.global_ops.registry import implements
 from spmd.global_ops.whole import whole

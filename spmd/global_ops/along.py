@@ -51,7 +51,7 @@ class Along(NamedTuple):
 _FFT = "fft ifft rfft irfft hfft ihfft"
 
 _TABLE: dict[Any, Along] = {
-    **{f: Along(-1) for f in (np.sort, np.argsort, np.partition, np.argpartition, np.diff, np.unwrap)},
+    **{f: Along(-1) for f in (np.sort, np.argsort, np.partition, np.argpartition, np.unwrap)},
     **{f: Along(None) for f in (np.cumsum, np.cumprod, np.nancumsum, np.nancumprod, np.flip)},
     **{f: Along(None, True) for f in (np.median, np.nanmedian, np.nanargmax, np.nanargmin, np.nanmax, np.nanmin)},
     **{f: Along(None, True) for f in (np.nanmean, np.nanvar, np.nanstd, np.nansum, np.nanprod)},
@@ -81,6 +81,10 @@ def along(fun: Any, rule: Along, args: tuple, kwargs: dict) -> Any:
         return whole(fun, args, kwargs)
     dims = dims_of(name_of(fun), axis, value.ndim)
     spec = moved_spec(as_spec(x), value.shape, dims)
+    if spec is None and fun is np.flip and len(dims) > 1:
+        for d in dims:
+            x = np.flip(x, d)
+        return x
     if spec is None:
         return whole(fun, args, kwargs)
     kept = names_of(spec, value.ndim)  # the dimensions that are worked along are whole

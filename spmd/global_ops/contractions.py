@@ -296,9 +296,9 @@ def norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> A
             "np.linalg.norm", argument="axis", got=str(axis), need="one dimension, or two of matrices", mend="axis=None"
         )
     if ord is None or (ord == "fro" and len(dims) == 2):
-        return _vector_norm(_size(x), 2, dims, keepdims)
+        return _vector_norm(x, 2, dims, keepdims)
     if len(dims) == 1:
-        return _vector_norm(_size(x), ord, dims, keepdims)
+        return _vector_norm(x, ord, dims, keepdims)
     return whole(np.linalg.norm, (x,), {"ord": ord, "axis": axis, "keepdims": keepdims})
 
 
@@ -306,16 +306,30 @@ if hasattr(np.linalg, "vector_norm"):
 
     @implements(np.linalg.vector_norm, rule=Rule.REDUCED)
     def vector_norm(x: Any, /, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Any:
-        return _vector_norm(_size(x), ord, dims_of("np.linalg.vector_norm", axis, np.ndim(x)), keepdims)
+        return _vector_norm(x, ord, dims_of("np.linalg.vector_norm", axis, np.ndim(x)), keepdims)
 
 
 def _size(x: Any) -> Any:
     return np.abs(x.astype(np.float64) if x.dtype.kind in "biu" else x)
 
 
-def _vector_norm(size: Any, ord: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
+def _squares(x: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
+    """The sums of the squares of magnitudes: as a product, which makes no array of squares. Numbers of short floating
+    point are added up in a longer dtype."""
+    if x.dtype.kind in "biu" or is_short(x.dtype) or not dims:
+        return np.sum(np.square(_size(x)), axis=dims, keepdims=keepdims)
+    word = _LETTERS[: len(x.shape)]
+    out = "".join(c for d, c in enumerate(word) if d not in dims)
+    is_complex = x.dtype.kind == "c"
+    total = contract("np.linalg.norm", f"{word},{word}->{out}", (x, np.conj(x) if is_complex else x))
+    total = np.real(total) if is_complex else total
+    return np.expand_dims(total, dims) if keepdims else total
+
+
+def _vector_norm(x: Any, ord: Any, dims: tuple[int, ...], keepdims: bool) -> Any:
     if ord == 2:
-        return np.sqrt(np.sum(np.square(size), axis=dims, keepdims=keepdims))
+        return np.sqrt(_squares(x, dims, keepdims))
+    size = _size(x)
     if ord == np.inf:
         return np.max(size, axis=dims, keepdims=keepdims)
     if ord == -np.inf:

@@ -195,7 +195,7 @@ def _item(x: Any, index: Any) -> Any:
     return x[index]
 
 
-_item.__name__ = "x[i]"
+_item.__name__, _item.__module__ = "x[i]", ""
 
 
 def _advanced(x: Any, entries: Sequence[Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.primitive import name_of
 from spmd.global_ops.along import moved_spec
 from spmd.global_ops.call import as_spec, global_of, global_value, layout_by, names_of, on_blocks, spec_of
 from spmd.global_ops.registry import implements
@@ -33,7 +34,7 @@ def _of_lines(fun: Any, x: Any, dims: tuple[int, ...], added: int, **options: An
         return whole(fun, (x,), options)
     kept = [names for d, names in enumerate(names_of(spec, value.ndim)) if d not in dims]
     static = (fun, tuple(options.items()))
-    return on_blocks(fun.__name__, _applied, static, [x], [spec], spec_of([*kept, *[()] * added]), value.mesh)
+    return on_blocks(name_of(fun), _applied, static, [x], [spec], spec_of([*kept, *[()] * added]), value.mesh)
 
 
 def _applied(fun: Any, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:

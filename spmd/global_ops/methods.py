@@ -16,8 +16,8 @@ from spmd.tracebacks import api_boundary
 __all__: list[str] = []
 
 _SAME = (
-    "all any argmax argmin argsort conj cumprod cumsum diagonal dot max mean min nonzero prod ravel repeat round "
-    "squeeze std sum swapaxes take trace var"
+    "all any argmax argmin argpartition argsort choose conj cumprod cumsum diagonal dot max mean min nonzero prod "
+    "ravel repeat round searchsorted squeeze std sum swapaxes take trace var"
 )
 
 
@@ -52,7 +52,9 @@ _MORE: dict[str, Any] = {
     "flatten": flatten,
     "clip": lambda self, min=None, max=None, **options: np.clip(self, min, max, **options),
     "conjugate": lambda self: np.conj(self),
+    "compress": lambda self, condition, axis=None, out=None: np.compress(condition, self, axis, out=out),
     "copy": lambda self, order="C": self,
+    "tolist": lambda self: self.numpy().tolist(),
     "__getitem__": api_boundary(item),
     "__iter__": _iterate,
     "__contains__": lambda self, x: bool((self == x).any()),

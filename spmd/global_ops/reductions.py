@@ -246,6 +246,8 @@ _added(np.prod, _product, Rule.REDUCED)
 def mean(
     a: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: Any = _MISSING, *, where: Any = _MISSING
 ):
+    """Reduced at once: if workers divided their parts of the sum, each would be rounded, and the mean of equal entries
+    would be another number."""
     return reduced("np.mean", _mean, a, axis, keepdims, dtype, where_mask=where)
 
 

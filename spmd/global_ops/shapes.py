@@ -14,7 +14,7 @@ from spmd.array import PartitionedArray, check_usable, relayout
 from spmd.array_functions import broadcast_shape, of_parts
 from spmd.autodiff.registry import primitive
 from spmd.errors import LayoutError, describe
-from spmd.global_ops.along import moved_spec
+from spmd.global_ops.along import Along, along, moved_spec
 from spmd.global_ops.call import (
     Arguments,
     as_spec,
@@ -176,6 +176,31 @@ def roll(a: Any, shift: Any, axis: Any = None) -> Any:
     return on_blocks("np.roll", _rolling, static, [a], [spec], spec, value.mesh)
 
 
+_MISSING: Any = np._NoValue  # type: ignore[attr-defined]
+
+
+@implements(np.diff, rule=Rule.INDEXED)
+def diff(a: Any, n: int = 1, axis: int = -1, prepend: Any = _MISSING, append: Any = _MISSING) -> Any:
+    """Along a split dimension each block gets the n entries that follow it."""
+    d = normal_axis("np.diff", "axis", axis, _ndim(a))
+    if prepend is not _MISSING or append is not _MISSING:
+        line = tuple(1 if k == d else length for k, length in enumerate(a.shape))
+        parts = [x for x in (prepend, a, append) if x is not _MISSING]
+        return np.diff(np.concatenate([x if np.ndim(x) else np.broadcast_to(x, line) for x in parts], d), n, d)
+    value = global_of(a)
+    if n < 1 or not _split(a)[d]:
+        return along(np.diff, Along(-1), (a,), {"n": n, "axis": d})
+    spec = as_spec(a)
+    lengths = tuple(cut if names else None for cut, names in zip(layout_by(spec, value).cuts, _split(a), strict=True))
+    static = (spec_of(_split(a)), int(n), d, lengths)
+    return on_blocks("np.diff", _differing, static, [a], [spec], static[0], value.mesh)
+
+
+def _differing(spec: P, n: int, d: int, lengths: tuple[Any, ...]) -> Callable[..., Any]:
+    widths = [(0, n if k == d else 0) for k in range(len(lengths))]
+    return lambda x: np.diff(halo_exchange(x, spec, widths, sizes=lengths), n, d)
+
+
 @implements(np.concatenate, rule=Rule.ALONG)
 def concatenate(
     arrays: Any, /, axis: Any = 0, out: Any = None, *, dtype: Any = None, casting: Any = "same_kind"
@@ -193,11 +218,24 @@ def concatenate(
             need="arrays of as many dimensions each",
             mend="np.expand_dims(x, axis) first",
         )
+    if len({(*np.shape(a)[:d], *np.shape(a)[d + 1 :]) for a in arrays}) > 1:
+        raise LayoutError.at(
+            "np.concatenate",
+            got=f"{' and '.join(describe(a) for a in arrays)}, along dimension {d}",
+            need="arrays of equal lengths in all other dimensions",
+            mend="transpose one of them, or name another axis",
+        )
     spec = moved_spec(as_spec(first), first.shape, (d,))
-    if spec is None or not isinstance(spec, P):
+    if spec is None:
         return whole(np.concatenate, (arrays,), {"axis": d, **options})
+    spec = spec_of(names_of(spec, _ndim(first)))  # balanced: others may have other blocks
     arguments = Arguments((arrays,), {"axis": d, **options})
     return arguments.run(np.concatenate, [spec] * len(arguments.arrays), spec)
+
+
+@implements(np.append, rule=Rule.ALONG)
+def append(arr: Any, values: Any, axis: Any = None) -> Any:
+    return np.concatenate([arr, values], axis)
 
 
 @implements(np.vstack, rule=Rule.ALONG)

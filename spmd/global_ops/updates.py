@@ -103,7 +103,7 @@ def _masked(x: Any, mask: Any, how: str, v: Any) -> Any:
     return np.where(mask, _OF_ENTRIES[how](x, v), x).astype(x.dtype)
 
 
-_masked.__name__ = "x.at[mask]"
+_masked.__name__, _masked.__module__ = "x.at[mask]", ""
 
 
 def _of_whole(x: Any, index: Any, how: str, v: Any) -> Any:
@@ -116,4 +116,4 @@ def _change(x: Any, index: Any, how: str, v: Any) -> Any:
     return getattr(at(x)[index], how)(v)
 
 
-_change.__name__ = "x.at[i]"
+_change.__name__, _change.__module__ = "x.at[i]", ""

@@ -19,7 +19,7 @@ from spmd.errors import DifferentiationError, LayoutError, StateError, describe,
 from spmd.frontends import frontend
 from spmd.loops.recorded_branches import closed_over, recorded_cond, recorded_while
 from spmd.loops.recording import current
-from spmd.loops.steps import array_leaf, carry_leaves, fixed, state_of_leaf, where_of
+from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, state_of_leaf, where_of
 from spmd.mesh import WORKER, Worker
 from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.varying import vary
@@ -51,6 +51,8 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
         [0.0, 2.0, 4.0]
     """
     where = where_of("cond", true_fun)
+    check_function(where, true_fun, "true_fun")
+    check_function(where, false_fun, "false_fun")
     state = _checked_pred(where, "pred", pred) or state_of(())
     leaves, structure = tree.flatten(operands)
     worker = WORKER.get()
@@ -99,8 +101,10 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
         128.0
     """
     where = where_of("while_loop", body_fun)
+    check_function(where, cond_fun, "cond_fun")
+    check_function(where, body_fun, "body_fun")
     paths, leaves, structure = tree.flatten_with_path(init_val)
-    carry = carry_leaves(where, leaves, paths)
+    carry = carry_leaves(where, leaves, paths, "init_val")
     for x, path in zip(carry, paths, strict=True):
         _refuse_traced(where, x, f"init_val{path}")
 
@@ -117,19 +121,13 @@ def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
             )
         return pred
 
+    once = Step(where, lambda val, _: (body_fun(val), None), structure, tree.structure(None))
+
     def step(values: list[Any]) -> list[Any]:
-        found, new = tree.flatten(body_fun(tree.unflatten(structure, values)))
-        if new != structure:
-            raise LayoutError.at(
-                where,
-                argument="the result of body_fun",
-                got=f"a tree with the leaves {', '.join(tree.shown_paths(new)) or 'none'}",
-                need=f"the tree that it takes, with the leaves {', '.join(paths) or 'none'}",
-                mend="return val with all its parts",
-            )
+        found, _ = once(values, [])
         for x, path in zip(found, paths, strict=True):
             _refuse_traced(where, x, f"the result of body_fun{path}")
-        return [fixed(where, *each) for each in zip(paths, values, found, strict=True)]
+        return found
 
     recording = current()
     if recording is not None:

@@ -132,10 +132,6 @@ class _RecordedLoop(RecordedSteps):
         self.saved = {w: found[-1] for w, found in results.items()}
         return results
 
-    @property
-    def _name(self) -> str:
-        return self.step.where.removeprefix("spmd.").replace(" of ", "_")
-
     # Back
 
     def pull(self, gs: list[Any], arrived: Sequence[tuple[Node, Any]]) -> list[Any]:
@@ -252,7 +248,7 @@ class _RecordedLoop(RecordedSteps):
             back = BackLoop(loop, of_worker, first, counts, earlier, once, f"{self.name}_back")
             pieces = [*self.pieces([*gs, *slices], w), *self.outer(w, back.outer)]
             lines[w] = back, [self.saved[w], *pieces]
-        if self.states is None:
+        if self.states is None or any(loop.pulls > 1 for loop in self.loops.values()):
             self._save_again()
         regions = [loop.region for loop in self.loops.values()] + [b.region for s in steps for b in s.values()]
         return self.rec.call(lines, regions)

@@ -100,13 +100,15 @@ def _stacked(layout: Layout, n: int) -> Layout:
 class RecordedSteps:
     """Functions whose lines are cut out of the programs, to be run by one line.
 
-    live: by worker, the regions that lines are made of. tape: the one that records the call; None if nothing is differentiated.
+    live: the regions that lines are made of. noted: by worker, the stand-ins that the lines take, by number.
+    tape: the one that records the call; None if nothing is differentiated.
     """
 
     def __init__(self, rec: Recording, where: str):
         self.rec, self.where = rec, where
         self.regions: dict[int, Region] = {}
         self.live: list[Region] = []
+        self.noted: dict[int, dict[int, Any]] = {w: {} for w in rec.programs}
         self.tape: Tape | None = None
 
     @property
@@ -132,6 +134,8 @@ class RecordedSteps:
         """The regions of the last block. more: by worker, numbers of values from outside that change, too."""
         for w, region in self.regions.items():
             region.cut(() if more is None else more[w])
+            self.noted[w].update(region.noted)
+            region.noted = {}
         self.live += self.regions.values()
         return self.regions
 
@@ -147,16 +151,16 @@ class RecordedSteps:
 
     def outer(self, w: int, numbers: Sequence[int]) -> list[Any]:
         """The values of these numbers, from outside of the regions."""
-        return [self.rec.programs[w].steps.noted[i] for i in numbers]
+        return [self.noted[w][i] for i in numbers]
 
     def pieces(self, values: Sequence[Any], w: int) -> list[Any]:
         """What a program has for some values; they may come from outside of the regions."""
         pieces = [self.rec.piece(x, w) for x in values]
         steps = self.rec.programs[w].steps
-        for x in filter(is_slot, pieces if steps is not None else ()):
-            if steps.inside.get(x.index) not in self.live:
+        for x in filter(is_slot, pieces):
+            if steps is not None and steps.inside.get(x.index) not in self.live:
                 steps.note(x)
-            steps.noted[x.index] = x
+            self.noted[w][x.index] = x
         return pieces
 
     def tried(self, step: Flat, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any], set[Tape]]:
@@ -194,14 +198,13 @@ class RecordedSteps:
 
 
 def adopted(x: Any, like: Any) -> Any:
-    """A number of the first carry as an array like the one that a step makes of it."""
+    """A number as an array like the one that a step makes of it."""
     bare = value_of(like)
     if type(bare) is PartitionedArray:
-        return put(one_line(np.asarray, (x, like.dtype)) if is_slot(x) else np.asarray(x, like.dtype), P(), bare.mesh)
-    if type(x) is not Array:
-        return one_line(np.asarray, (x, like.dtype)) if is_slot(x) else np.asarray(x, like.dtype)
-    if x.tape is None:
-        value = one_line(np.asarray, (x.value, like.dtype)) if is_slot(x.value) else np.asarray(x.value, like.dtype)
-        return Array(value, like.state)
-    x = x.astype(like.dtype)
-    return vary(x, like.state) if type(like) is Array and like.state is not x.state else x
+        return put(np.zeros((), like.dtype), P(), bare.mesh) + x
+    if type(x) is Array and x.tape is not None:
+        x = x.astype(like.dtype)
+        return vary(x, like.state) if type(like) is Array and like.state is not x.state else x
+    number = x.value if type(x) is Array else x
+    value = one_line(np.asarray, (number, like.dtype)) if is_slot(number) else np.asarray(number, like.dtype)
+    return Array(value, like.state) if type(like) is Array else value

@@ -12,15 +12,14 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.loops.checkpointed import checkpointed
 from spmd.autodiff.loops.schedules import Policy, policy_of
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
-from spmd.layout import P
+from spmd.layout import Layout, P
 from spmd.loops.recorded import recorded, stacked, unrolled
 from spmd.loops.recording import current
-from spmd.loops.steps import Step, carry_leaves, where_of
-from spmd.mesh import WORKER
+from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, check_leaf, where_of
 from spmd.tracebacks import api_boundary
 
 __all__ = ["fori_loop", "scan"]
@@ -62,12 +61,13 @@ def scan(
         (6.0, [1.0, 3.0, 6.0])
     """
     where = where_of("scan", f)
+    check_function(where, f, "f")
     paths, leaves, structure = tree.flatten_with_path(init)
     x_paths, x_leaves, x_structure = tree.flatten_with_path(xs)
-    slices = [_whole_first(_array(x)) for x in x_leaves]
+    slices = [_whole_first(_array(where, x, f"xs{path}")) for x, path in zip(x_leaves, x_paths, strict=True)]
     n = _length(where, slices, x_paths, length)
     policy = policy_of(where, checkpoint)
-    carry = carry_leaves(where, leaves, paths)
+    carry = carry_leaves(where, leaves, paths, "init")
     step = Step(where, f, structure, x_structure)
     carry, ys = _run(step, carry, slices, n, bool(reverse), policy)
     return tree.unflatten(structure, carry), tree.unflatten(step.y, ys)
@@ -86,14 +86,15 @@ def fori_loop(lower: int, upper: int, body_fun: Callable, init_val: Any, *, chec
         6.0
     """
     where = where_of("fori_loop", body_fun)
+    check_function(where, body_fun, "body_fun")
     bounds = [_integer(where, name, x) for name, x in (("lower", lower), ("upper", upper))]
     paths, leaves, structure = tree.flatten_with_path(init_val)
-    carry = carry_leaves(where, leaves, paths)
+    carry = carry_leaves(where, leaves, paths, "init_val")
 
     def f(val: Any, i: Any) -> tuple[Any, None]:
         return body_fun(i, val), None
 
-    numbers = _array(np.arange(*bounds))
+    numbers = _array(where, np.arange(*bounds), "lower")
     step = Step(where, f, structure, tree.structure(0))
     carry, _ = _run(step, carry, [numbers], len(numbers), False, policy_of(where, checkpoint))
     return tree.unflatten(structure, carry)
@@ -101,24 +102,23 @@ def fori_loop(lower: int, upper: int, body_fun: Callable, init_val: Any, *, chec
 
 def _integer(where: str, name: str, x: Any) -> int:
     try:
-        return operator.index(x)
+        if not isinstance(x, bool):
+            return operator.index(x)
     except TypeError:
-        raise LayoutError.at(
-            where,
-            argument=name,
-            got=describe(x),
-            need="an integer: the number of steps is part of the program",
-            mend="spmd.while_loop, where it depends on values",
-        ) from None
+        pass
+    raise LayoutError.at(
+        where,
+        argument=name,
+        got=describe(x),
+        need="an integer: the number of steps is part of the program",
+        mend="int(n) of a number; spmd.while_loop where the number of steps depends on values",
+    )
 
 
-def _array(x: Any) -> Any:
+def _array(where: str, x: Any, argument: str) -> Any:
     """A leaf of xs as an array, with its state in a body that tracks states."""
-    if type(x) in (Array, PartitionedArray) or frontend(x) is not None:
-        return x
-    worker = WORKER.get()
-    x = x if hasattr(x, "shape") else np.asarray(x)
-    return x if worker is None or worker.frontend is not None else worker.carrying(x, worker.state())
+    check_leaf(where, x, argument)
+    return array_leaf(x if hasattr(x, "shape") else np.asarray(x))
 
 
 def _whole_first(x: Any) -> Any:
@@ -126,8 +126,11 @@ def _whole_first(x: Any) -> Any:
     bare = value_of(x)
     if type(bare) is not PartitionedArray or not bare.ndim or len(bare.layout.cuts[0]) == 1:
         return x
-    spec = bare.layout.spec
-    return reshard(x, P() if spec is None else P(None, *spec.trimmed[1:], unreduced=spec.unreduced))
+    layout, spec = bare.layout, bare.layout.spec
+    if spec is None:
+        return reshard(x, P())
+    whole = P(None, *(names or None for names in spec.dims[1:]), unreduced=spec.unreduced)
+    return reshard(x, Layout(layout.shape, whole, layout.axes, (None, *layout.cuts[1:]), copies=layout.copies))
 
 
 def _length(where: str, slices: Sequence[Any], paths: Sequence[str], length: int | None) -> int:
@@ -141,7 +144,7 @@ def _length(where: str, slices: Sequence[Any], paths: Sequence[str], length: int
                 argument=f"xs{path}",
                 got=describe(x),
                 need="an array whose first dimension counts the steps",
-                mend="close over what is the same in all steps",
+                mend="np.array(x) of a list of numbers, which is a tree; close over what is the same in all steps",
             )
         if n is None:
             n, source = x.shape[0], f"xs{path}"

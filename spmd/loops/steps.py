@@ -12,8 +12,9 @@ from spmd.autodiff import tree
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import name_of, refuse_handles
-from spmd.errors import LayoutError, describe
+from spmd.errors import LayoutError, describe, one_or_all
 from spmd.frontends import frontend
+from spmd.global_ops.resharding import reshard
 from spmd.mesh import WORKER
 from spmd.state import State
 
@@ -21,6 +22,8 @@ __all__ = [
     "Step",
     "array_leaf",
     "carry_leaves",
+    "check_function",
+    "check_leaf",
     "fixed",
     "is_number",
     "layout_of_leaf",
@@ -34,26 +37,38 @@ def where_of(function: str, f: Callable) -> str:
     return f"spmd.{function} of {name_of(f)}"
 
 
+def check_function(where: str, f: Any, argument: str) -> None:
+    """Raise where something else was given for a function."""
+    if not callable(f):
+        mend = "a function, as in lambda x: 2 * x; see the order of the arguments"
+        raise LayoutError.at(where, argument=argument, got=describe(f), need="a function", mend=mend)
+
+
 def is_number(x: Any) -> bool:
     """Whether x is a number of Python's, or stands for one: it takes the dtype of the arrays that it meets."""
     return type(slot_of(value_of(x))) in (bool, int, float, complex)
 
 
-def carry_leaves(where: str, leaves: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-    """The leaves of an initial carry as arrays of where the loop runs; Python's numbers stay what they are."""
-    refuse_handles(list(leaves), where, "init")
-    return [array_leaf(_checked(where, x, f"init{path}")) for x, path in zip(leaves, paths, strict=True)]
+def carry_leaves(where: str, leaves: Sequence[Any], paths: Sequence[str], argument: str = "init") -> list[Any]:
+    """The leaves of an initial carry as arrays of where the loop runs; Python's numbers stay what they are.
+
+    argument: what it is called in errors."""
+    refuse_handles(list(leaves), where, argument)
+    for x, path in zip(leaves, paths, strict=True):
+        check_leaf(where, x, f"{argument}{path}")
+    return [array_leaf(x) for x in leaves]
 
 
-def _checked(where: str, x: Any, argument: str) -> Any:
-    """A leaf of a carry, which must be an array or a number."""
-    if type(x) in (Array, PartitionedArray) or frontend(x) is not None or is_number(x) or hasattr(x, "dtype"):
-        return x
+def check_leaf(where: str, x: Any, argument: str) -> None:
+    """Raise where a leaf is neither an array of numbers nor a number."""
+    kind = getattr(getattr(x, "dtype", None), "kind", "")  # dtypes of other libraries have none
+    if is_number(x) or hasattr(x, "dtype") and hasattr(x, "shape") and kind not in ("O", "S", "U"):
+        return
     raise LayoutError.at(
         where,
         argument=argument,
         got=describe(x),
-        need="an array or a number: what a step takes and returns",
+        need="an array of numbers, or a number",
         mend="close over what does not change; spmd.tree.register(cls) for a class that holds arrays",
     )
 
@@ -87,13 +102,16 @@ def state_of_leaf(x: Any) -> State | None:
 def _reduced(x: Any) -> Any:
     """A global array without unreduced axes; anything else unchanged."""
     bare = value_of(x)
-    return x.reduced if type(bare) is PartitionedArray and bare.layout.unreduced else x
+    if type(bare) is not PartitionedArray or not bare.layout.unreduced:
+        return x
+    return x.reduced if type(x) is PartitionedArray else reshard(x, bare.layout.reduced)
 
 
 def fixed(where: str, path: str, before: Any, after: Any) -> Any:
     """A leaf of the carry after a step, which must be what it was before: in shape, dtype, and state or layout.
 
     A Python number may become an array, and a Python number takes the dtype of the array whose place it takes."""
+    check_leaf(where, after, named := f"the carry{path}, which a step returns")
     if is_number(before):
         if np.shape(slot_of(value_of(after))) == ():
             return after
@@ -103,42 +121,47 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
             after = after.astype(before.dtype)
     if type(value_of(before)) is PartitionedArray and not value_of(before).layout.unreduced:
         after = _reduced(after)
-    if not hasattr(after, "dtype"):
-        raise _changed(where, path, before, after, "an array")
-    if type(before) is not Array and type(after) is Array and after.tape is None and layout_of_leaf(before) is None:
-        return after  # bare data, in a body that knows no states before its first operation
-    if tuple(after.shape) != tuple(np.shape(before)):
-        raise _changed(where, path, before, after, "one shape", "pad the array to one shape")
-    if after.dtype != before.dtype:
-        raise _changed(
-            where, path, before, after, "one dtype", f"x.astype({str(before.dtype)!r}), in the step or before"
+    if what := _difference(before, after):
+        need, mend = what
+        raise LayoutError.at(
+            where,
+            argument=named,
+            got=_described(after),
+            need=f"{_described(before)}, as the step takes it: {need} throughout the loop",
+            mend=mend,
         )
-    if (had := layout_of_leaf(before)) != (has := layout_of_leaf(after)):
-        raise _changed_layout(where, path, before, after, had, has)
     return after
 
 
-def _changed(where: str, path: str, before: Any, after: Any, what: str, mend: str = "") -> LayoutError:
-    return LayoutError.at(
-        where,
-        argument=f"the carry{path}, which a step returns",
-        got=describe(after),
-        need=f"{describe(before)}, as the step takes it: {what} throughout the loop",
-        mend=mend or "return the carry first, and what is to be collected second: (carry, y)",
-    )
+def _described(x: Any) -> str:
+    """A leaf for errors; of a traced global array its layout."""
+    return describe(x.value if type(x) is Array and type(x.value) is PartitionedArray else x)
 
 
-def _changed_layout(where: str, path: str, before: Any, after: Any, had: Any, has: Any) -> LayoutError:
-    if hasattr(has, "varying") and hasattr(had, "varying") and type(value_of(after)) is not PartitionedArray:
-        more = sorted(has.varying - had.varying)
-        names = more[0] if len(more) == 1 else tuple(more)
-        mend = f"spmd.pvary(init, {names!r}) before the loop" if more else "a step that varies it as the initial value"
-        return _changed(where, path, before, after, "one state", mend)
+def _difference(before: Any, after: Any) -> tuple[str, str] | None:
+    """What a step changes of a leaf of the carry, and the mend; None where it changes nothing."""
+    shape = tuple(np.shape(slot_of(value_of(after))))
+    if shape != tuple(np.shape(slot_of(value_of(before)))):
+        if is_number(before):
+            return "one shape", f"an array as initial value: np.full({shape}, ...)"
+        return "one shape", "an initial value of the shape that the step returns; pad what grows or shrinks"
+    if after.dtype != before.dtype:
+        cast = f"x.astype({str(before.dtype)!r})" if frontend(before) is None else f"x.to({before.dtype})"
+        return "one dtype", f"{cast} in the step, or another dtype of the initial value"
+    had, has = layout_of_leaf(before), layout_of_leaf(after)
+    bare = type(after) is Array and after.tape is None and type(layout_of_leaf(before)) is type(None)
+    if bare or had == has:
+        return None  # also of bare data, in a body that knows no states before its first operation
     if type(value_of(before)) is PartitionedArray and type(value_of(after)) is PartitionedArray:
-        mend = f"spmd.reshard(x, {had if had.spec is None else had.spec}) at the end of the step"
-        return _changed(where, path, before, after, "one layout", mend)
-    mend = "spmd.put(x, spec) of an initial value that becomes a global array"
-    return _changed(where, path, before, after, "one kind of array", mend)
+        if had.spec == has.spec or had.spec is None:
+            return f"one layout, {had!r}, and not {has!r},", "spmd.reshard(x, layout) at the end of the step"
+        return "one layout", f"spmd.reshard(x, {had.spec}) at the end of the step"
+    if hasattr(had, "varying") and hasattr(has, "varying"):
+        more = sorted(has.varying - had.varying)
+        if more:
+            return "one state", f"spmd.pvary(x, {one_or_all(more)}) of the initial value"
+        return "one state", "an initial value in the state that the step returns; spmd.pvary(x, axis_name) in the step"
+    return "one kind of array", "spmd.put(x, spec) of an initial value that becomes a global array"
 
 
 class Step:
@@ -151,6 +174,7 @@ class Step:
         self.where, self.f, self.carry, self.x = where, f, carry, x
         self.y: Any = None
         self.paths = tree.shown_paths(carry)
+        self._ys: list[tuple[Any, Any] | None] = []  # the shapes and dtypes of the leaves of y; None for numbers
 
     def __call__(self, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = self.f(tree.unflatten(self.carry, carry), tree.unflatten(self.x, x))
@@ -164,25 +188,47 @@ class Step:
             )
         leaves, structure = tree.flatten(out[0])
         if structure != self.carry:
-            raise LayoutError.at(
-                self.where,
-                argument="the carry that a step returns",
-                got=f"a tree with the leaves {', '.join(tree.shown_paths(structure)) or 'none'}",
-                need=f"the tree that it takes, with the leaves {', '.join(self.paths) or 'none'}",
-                mend="return (carry, y): the carry with all its parts first",
-            )
+            raise self._another_tree("the carry that a step returns", structure, self.carry)
         refuse_handles(leaves, self.where, "carry")
         new = [fixed(self.where, *both) for both in zip(self.paths, carry, leaves, strict=True)]
         ys, structure = tree.flatten(out[1])
         refuse_handles(ys, self.where, "y")
         if self.y is None:
-            self.y = structure
+            self._collects(structure, ys)
         elif structure != self.y:
-            raise LayoutError.at(
-                self.where,
-                argument="y, which a step returns",
-                got=f"a tree with the leaves {', '.join(tree.shown_paths(structure)) or 'none'}",
-                need=f"one tree in all steps, with the leaves {', '.join(tree.shown_paths(self.y)) or 'none'}",
-                mend="return the same names and numbers of values in each step",
-            )
+            raise self._another_tree("y, which a step returns", structure, self.y)
+        for k, (y, known) in enumerate(zip(ys, self._ys, strict=True)):
+            now = _shape_and_dtype(y)
+            if now is not None and known is not None and now != known:
+                raise self._another_y(tree.shown_paths(structure)[k], y, *known)
         return new, ys
+
+    def _collects(self, structure: Any, ys: Sequence[Any]) -> None:
+        """Note what the first step returns besides the carry."""
+        for y, path in zip(ys, tree.shown_paths(structure), strict=True):
+            check_leaf(self.where, y, f"y{path}, which a step returns")
+        self.y, self._ys = structure, [_shape_and_dtype(y) for y in ys]
+
+    def _another_tree(self, argument: str, got: Any, need: Any) -> LayoutError:
+        got, need = (tree.Described.of(x).text for x in (got, need))
+        return LayoutError.at(
+            self.where,
+            argument=argument,
+            got=f"the tree {got}; each * is a leaf",
+            need=f"{need}: one tree throughout the loop",
+            mend="the same kinds of containers with the same keys in each step; the carry comes before y",
+        )
+
+    def _another_y(self, path: str, y: Any, shape: Any, dtype: Any) -> LayoutError:
+        return LayoutError.at(
+            self.where,
+            argument=f"y{path}, which a step returns",
+            got=describe(y),
+            need=f"{dtype}{list(shape)}, as in the first step: the ys of all steps are stacked",
+            mend="y of one shape and dtype; pad what grows or shrinks",
+        )
+
+
+def _shape_and_dtype(y: Any) -> tuple[Any, Any] | None:
+    """None for Python's numbers, which take the dtype of the arrays beside them."""
+    return None if is_number(y) else (tuple(y.shape), y.dtype)

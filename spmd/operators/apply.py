@@ -159,7 +159,11 @@ class _Line:
         self.__name__ = name
 
     def __call__(self, comm: Comm, x: Any) -> Any:
-        block, self.bound = self.prepared(comm, contiguous(x))
+        prepared = self.prepared
+        if prepared.fast_run is None or type(x) is not np.ndarray or not x.flags.c_contiguous:
+            block, self.bound = prepared(comm, contiguous(x))
+        else:
+            block, self.bound = prepared.fast_run(comm, x, prepared.general_run)
         return block
 
 

@@ -29,7 +29,7 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape
 from spmd.transport.handles import Handle
-from spmd.transport.plan import Plan, part_of
+from spmd.transport.plan import Plan, Plans, part_of
 
 __all__ = ["Called", "Collective", "Linear", "Operator", "each_leaf", "move", "named"]
 
@@ -245,9 +245,14 @@ class Collective:
         What takes several plans overrides it."""
         return comm.run(self.plan_for(group, x.shape, x.dtype), call, x)
 
-    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
-        """The plan for each further time that the same line calls it with such a block; None where that is not all."""
+    def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | Plans | None:
+        """The plan for each further time that the same line calls it with such a block, or its plans, if `go_on` can
+        take over after each; None where that is not all."""
         return None if type(self).start is not Collective.start else self.plan_for(group, x.shape, x.dtype)
+
+    def go_on(self, comm: Comm, group: Group, x: Any, call: Call, bounds: Sequence[Any]) -> Handle:
+        """`start` after some of the plans. x: what they have given; bounds: the operators bound by them."""
+        raise NotImplementedError
 
     def check(self, group: Group, x: np.ndarray) -> None:
         """Raise where this worker's block cannot be right, before anyone is asked."""

@@ -81,16 +81,10 @@ class HaloExchange(Halo):
 
     def steps(self, comm: Comm, group: Group, x: np.ndarray, call: Call, nothing: bool = False):
         """The exchange, dimension by dimension. nothing: whether an array of length 0 may be continued, with zeros."""
-        plans = self._plans.get((group, x.shape, x.dtype, nothing))
-        if plans is None:
-            unknown = self._unknown(group, x.ndim)
-            if self._extends_one(group, x.ndim) and unknown:
-                line, near = unknown[0]
-                needs = NeedsLengths(line, near, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, near.dim))
-                return (yield comm.run(needs, call, x))
-            plans = yield from self._learn(comm, group, x, call, nothing)
-        if len(plans.steps) == 1:
-            return (yield comm.run(plans.steps[0], call, x))
+        only = self.only_plan(group, x, nothing)
+        if only is not None:
+            return (yield comm.run(only, call, x))
+        plans = yield from self._learn(comm, group, x, call, nothing)
 
         # One buffer holds the result. The block is copied to its place there once: before the first messages if the
         # caller may write to it, else while they are under way. Each dimension then fills its part of the halo. It is
@@ -118,20 +112,44 @@ class HaloExchange(Halo):
             extended, _ = plan.finish(extended, blocks, begun=begun)
         return extended, plans.bound
 
+    def only_plan(self, group: Group, x: np.ndarray, nothing: bool = False) -> Plan | NeedsLengths | None:
+        """The plan of an exchange that takes one, or what gives it once lengths are learnt; else None."""
+        unknown, extends_one = self._unknown(group, x.ndim), self._extends_one(group, x.ndim)
+        if unknown and extends_one:
+            line, near = unknown[0]
+            return NeedsLengths(line, near, partial(self._learnt_plan, group, x.shape, x.dtype, nothing, near.dim))
+        plans = None if unknown else self._known_plans(group, x, nothing)
+        return plans.steps[0] if plans is not None and len(plans.steps) == 1 else None
+
+    def _known_plans(self, group: Group, x: np.ndarray, nothing: bool) -> HaloPlans:
+        """The plans where no length is to be learnt."""
+        key = group, x.shape, x.dtype, nothing
+        plans = self._plans.get(key)
+        if plans is None:
+            plans = bounded(self._plans)[key] = self._plans_for(group, x.shape, x.dtype, {}, nothing)
+        return plans
+
     def repeatable_plan(self, group: Group, x: np.ndarray) -> Plan | None:
         """The plan, if the block is extended along one dimension only: it fills all of the result."""
-        key = group, x.shape, x.dtype, False
+        plan = self.cached_plan(group, x.shape, x.dtype)
+        if plan is None:
+            return None
+        combine: Any = plan.combine
+        return replace(plan, combine=replace(combine, in_place=combine.buffer.is_around(x)))
+
+    def cached_plan(self, group: Group, shape: Shape, dtype: np.dtype, nothing: bool = False) -> Plan | None:
+        """The only plan of an earlier exchange of such a block, if it fills all of the result."""
+        key = group, shape, dtype, nothing
         cached = self._plans.get(key)
         plans = cached
-        if plans is None and self._extends_one(group, x.ndim):
+        if plans is None and self._extends_one(group, len(shape)):
             plans = self._cached_learnt_plans.get(key)
         if plans is None or plans.buffer is None or len(plans.steps) != 1:
             return None
         (plan,) = plans.steps
         combine: Any = plan.combine
         assumed = None if cached is not None else (combine.d, plans.bound.learnt[combine.d])
-        in_place = plans.buffer.is_around(x)
-        return replace(plan, combine=replace(combine, in_place=in_place), assumed_lengths=assumed)
+        return replace(plan, assumed_lengths=assumed)
 
     @cached_property
     def _plans(self) -> dict[Any, HaloPlans]:
@@ -169,9 +187,7 @@ class HaloExchange(Halo):
         lengths = yield from lengths_learnt(comm, self._unknown(group, x.ndim), call)
         if lengths:
             return self._learnt_plans(group, x.shape, x.dtype, lengths, nothing)
-        plans = self._plans_for(group, x.shape, x.dtype, lengths, nothing)
-        bounded(self._plans)[group, x.shape, x.dtype, nothing] = plans
-        return plans
+        return self._known_plans(group, x, nothing)
 
     def _plans_for(
         self,

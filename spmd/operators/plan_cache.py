@@ -18,7 +18,7 @@ from spmd.operators.sums import Vary
 from spmd.state import State
 from spmd.transport.base import Comm
 from spmd.transport.call import LEDGERS, Call, Group
-from spmd.transport.plan import RunPlan
+from spmd.transport.plan import Plan, Plans, RunPlan, part_of
 
 
 class Prepared:
@@ -57,11 +57,53 @@ class Prepared:
     def _shorten(self, comm: Comm, x: np.ndarray) -> None:
         """Look for the fast way, which may exist only after the first call."""
         plan = self.op.repeatable_plan(self.group, x)
-        if self.tried and plan is not None and plan.assumed_lengths == self.assumed:
+        steps = plan.steps if isinstance(plan, Plans) else () if plan is None or plan.kind == "none" else (plan,)
+        assumed = tuple(step.assumed_lengths for step in steps)
+        if self.tried and steps and assumed == self.assumed:
             return
         self.tried = True
-        self.fast_run = None if plan is None or plan.kind == "none" else comm.repeated_plan(self.call, plan, x)
-        self.assumed = None if self.fast_run is None or plan is None else plan.assumed_lengths
+        runs = [self._run_again(comm, step, x) for step in steps]
+        several = Steps(self, runs) if len(runs) > 1 and None not in runs else None
+        self.fast_run = runs[0] if len(runs) == 1 else several
+        self.assumed = assumed if self.fast_run is not None and any(assumed) else None
+
+    def _run_again(self, comm: Comm, plan: Plan, x: np.ndarray) -> Any:
+        """What runs one of its plans again, for such a block."""
+        if plan.shape != x.shape:
+            x = np.empty(plan.shape, plan.dtype)
+        if plan.kind != "none":
+            call = self.call if self.call.shape == x.shape else self.call.of(x.shape)
+            return comm.repeated_plan(call, plan, x)
+        blocks = [part_of(x, part) for part in plan.parts]
+        make, _, bound = plan.complete_repeated([None if block is None else block.shape for block in blocks])
+        return lambda comm, x, general_run: (make(x, [part_of(x, part) for part in plan.parts]), bound)
+
+
+class Steps:
+    """Plans that are run again, one after the other. runs: what runs each."""
+
+    __slots__ = ("prepared", "runs")
+
+    def __init__(self, prepared: Prepared, runs: list[Any]):
+        self.prepared, self.runs = prepared, runs
+
+    def __call__(self, comm: Comm, x: np.ndarray, general_run: RunPlan) -> tuple[Any, Any]:
+        """The new block, and the bound operator. Where a plan cannot be run again, the operator goes on by itself."""
+        prepared, bounds, result = self.prepared, [], (x, None)
+        finished = False
+
+        def go_on(comm: Comm, block: np.ndarray) -> tuple[Any, Any]:
+            nonlocal finished
+            finished = True
+            return prepared.op.go_on(comm, prepared.group, block, prepared.call, bounds).wait()
+
+        for run in self.runs:
+            result = run(comm, result[0], go_on)
+            if finished:
+                prepared._shorten(comm, x)
+                break
+            bounds.append(result[1])
+        return result
 
 
 _ABOVE = object()

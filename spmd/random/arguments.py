@@ -15,6 +15,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
+from spmd.layout import Spec
 
 
 def key_words(where: str, key: Any) -> Any:
@@ -78,7 +79,8 @@ def checked_dtype(where: str, value: Any, need: str, mend: str) -> np.dtype:
     try:
         return np.dtype(value)
     except TypeError:
-        raise SpecError.at(where, argument="dtype", got=describe(value), need=need, mend=f"dtype={mend}") from None
+        mend = f"spec={value}" if isinstance(value, Spec) else f"dtype={mend}"
+        raise SpecError.at(where, argument="dtype", got=describe(value), need=need, mend=mend) from None
 
 
 def checked_float(where: str, dtype: Any) -> np.dtype:

@@ -17,9 +17,11 @@ from spmd.replicas.records import ReplicaRecord, Replicas, array_text
 __all__ = ["closed_arrays", "note_closure"]
 
 
-def note_closure(axes: tuple[str, ...], replicas: Replicas, where: str, f: Callable, turns: dict[Any, int]) -> None:
-    """Note the arrays that a body closes over, which must be equal along `axes`."""
-    for name, x in closed_arrays(f):
+def note_closure(
+    axes: tuple[str, ...], replicas: Replicas, where: str, arrays: list[tuple[str, Any]], turns: dict[Any, int]
+) -> None:
+    """Note the arrays that a body closes over, with their names. They must be equal along `axes`."""
+    for name, x in arrays:
         if any(x is a or np.may_share_memory(x, a) for a in replicas.declared):
             continue
         turn = next_turn(turns, (name, x.shape))

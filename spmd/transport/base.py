@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Comm(ABC):
     number: int = 0
     """The number of collectives so far. Members of a group compare it, which detects workers that use two groups in
     another order, although each rendezvous by itself looks right."""
+
+    def from_one_line(self, frame: FrameType) -> None:  # noqa: B027 (one process has nothing to compare)
+        """All members run from one line of the user's program, which stands above `frame`: processes compare it with
+        each collective."""
 
     def run(self, plan: Plan | NeedsLengths, call: Call, x: Any) -> Handle:
         """Run a plan for a block. The result is the new block, and the operator bound to the received shapes.

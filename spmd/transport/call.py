@@ -157,7 +157,7 @@ class Side(NamedTuple):
 
     call, line: the call, and the user's line. number: how many collectives it has made. op: the function's name.
     leaf, tree, paths, digest: the path of the leaf; the tree that it is one of, the paths of all its leaves, and its
-    digest: of no tree empty. cut: whether there are more paths.
+    digest: of no tree empty. cut: whether there are more paths. place: a number of the line, if all must be at one.
     """
 
     worker: str
@@ -170,11 +170,12 @@ class Side(NamedTuple):
     paths: Sequence[str] = ()
     digest: int = 0
     cut: bool = False
+    place: int = 0
 
     @classmethod
-    def of(cls, worker: str, call: Call, number: int) -> Side:
+    def of(cls, worker: str, call: Call, number: int, place: int = 0) -> Side:
         """The side of a worker of this process."""
-        side = cls(worker, str(call), call.source, number, call.op)
+        side = cls(worker, str(call), call.source, number, call.op, place=place)
         leaf = call.leaf
         if leaf is None:
             return side
@@ -222,6 +223,12 @@ _ONE_TREE = (
 )
 
 
+_ONE_LINE = (
+    "call it on all processes from one line: total = u.sum() before `if spmd.is_main(): print(total)`, with no other "
+    "line in `else`"
+)
+
+
 _ONE_USE = "let all workers use the arguments that they differentiate in one order, and give them one tree"
 
 
@@ -239,7 +246,9 @@ def mismatch(first: Side, second: Side) -> MismatchError:
     trees_differ = first.digest != second.digest
     alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
     one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
+    at_lines = first.place != second.place and alike and not order
     mend = _ONE_PATH if order or not alike else one_tree if trees_differ else _ONE_PATH if trees else _ONE_SHAPE
+    mend = _ONE_LINE if at_lines else mend
     lines = [side.shown(order, trees) for side in (first, second)]
     if trees_differ and first.tree and second.tree:
         lines.append(f"          {_tree_difference(first, second)}")
@@ -247,7 +256,7 @@ def mismatch(first: Side, second: Side) -> MismatchError:
         "a collective",
         got="workers that met with different calls\n" + "\n".join(lines),
         need=f"the same operator, {'tree, ' * trees}axes, parameters, dtype and shape from all of the group, "
-        "in the same order",
+        f"in the same order{'; functions of global arrays are called from one line' * at_lines}",
         mend=mend,
     )
 

@@ -292,3 +292,29 @@ def test_sketches_tell_apart(dtype, n, scale):
 
 def test_slack_is_the_rounding_of_the_largest():
     assert slack([np.array([1.0, -4.0, np.inf, 0]), np.arange(3)]) == 80 * 4 * np.finfo(float).eps
+
+
+def mixed_derivative(checkpointed):
+    """By u of the gradient by w of a block, called twice, that closes over w."""
+
+    def slope(u):
+        block = lambda w: checkpointed(lambda u: np.tanh(w * u))
+        return np.sum(grad(lambda w: np.sum(block(w)(block(w)(u))))(X))
+
+    return grad(slope)(X + 1)
+
+
+def within_a_block(checkpointed):
+    """Twice by w of a block within a block that closes over w; what it is called with depends on nothing."""
+
+    def f(w):
+        inner = lambda u: checkpointed(lambda u: np.sin(u) * w)(u * 0.5)
+        return np.sum(checkpointed(lambda u: inner(inner(u)))(np.ones(2)) ** 2)
+
+    return hessian(f)(X), hessian(lambda w: np.sum(np.cos(checkpointed(lambda u: u * checkpointed(np.sin)(w))(X))))(X)
+
+
+@pytest.mark.parametrize("of_blocks", [mixed_derivative, within_a_block])
+def test_second_derivatives_by_what_blocks_close_over(of_blocks):
+    for got, want in zip(of_blocks(checkpoint), of_blocks(lambda f: f), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-13)

@@ -132,7 +132,7 @@ def reaches(problem: Problem) -> bool:
     return problem.boundary == "zero" or all(n > 2 for n in problem.shape[2:])
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_blocks_of_any_convolution_and_its_gradients(problem, scheduler):
     if reaches(problem):

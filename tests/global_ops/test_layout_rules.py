@@ -86,6 +86,7 @@ _MORE = {
     **dict.fromkeys((np.quantile, np.percentile, np.nanquantile, np.nanpercentile), (0.5,)),
     np.repeat: (2,),
     np.delete: (0,),
+    np.append: (np.zeros((2, 3, 4)),),
     np.take_along_axis: (np.zeros((1, 3, 4), int),),
 }
 _JOINING = {np.insert, np.concatenate, np.vstack, np.hstack, np.column_stack}

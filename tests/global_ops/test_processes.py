@@ -13,6 +13,17 @@ def test_functions_of_global_arrays_between_processes(python):
     assert ended_well("global_arrays.py", python=python, n=4, timeout=200) == "right\n"
 
 
+@each_engine
+def test_one_process_does_not_meet_the_others_at_another_line(python):
+    assert ended_well("one_line.py", python=python, n=4, timeout=120) == "right\n"
+
+
+@each_engine
+def test_nor_where_they_share_no_memory(python):
+    words = ("by_messages.py", "0", "one_line.py", "sum", "item", "float", "mean", "numpy")
+    assert ended_well(*words, python=python, n=4, timeout=120) == "right\n"
+
+
 ALONE = """
 import numpy as np, spmd
 from spmd import P

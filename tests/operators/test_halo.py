@@ -541,7 +541,7 @@ def check_pair(problem: Problem) -> None:
 
 
 @given(problems(("f8", "c16", "f4")))
-@settings(max_examples=120)
+@settings(max_examples=50)
 def test_exact_dot_test(problem):
     note(str(problem))
     check_pair(problem)
@@ -979,7 +979,7 @@ def test_processes_give_the_bits_of_virtual_workers(python, before):
 
 
 @each_mpi
-@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.both), pytest.param(5, marks=pytest.mark.full), 8])
+@pytest.mark.parametrize("n", [pytest.param(3, marks=pytest.mark.both), 5, pytest.param(8, marks=pytest.mark.full)])
 def test_lengths_are_learnt_from_neighbours_where_all_goes_by_messages(python, n):
     """However many they are: a message with the length and one with the edge where lengths are learnt, else one."""
     ended = launch(PROGRAMS / "by_messages.py", "0", "near_halos.py", str(n), "8", n=n, python=python, timeout=120)

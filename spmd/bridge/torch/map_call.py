@@ -29,7 +29,7 @@ from spmd.layout import Layout, P
 from spmd.map_arguments import note_argument
 from spmd.map_results import BodyResults, joined_leaves, one_structure
 from spmd.mesh import WORKER, Mesh, Worker
-from spmd.replicas.closures import note_closure
+from spmd.replicas.closures import closed_arrays, note_closure
 from spmd.replicas.compare import next_turn
 from spmd.replicas.records import ReplicaRecord
 from spmd.spec_trees import Leaf
@@ -126,7 +126,7 @@ class MapCall:
             shape = f"{own.dtype}{[*leaf.value.shape]}, {leaf.spec}"
             record = ReplicaRecord(self.where, leaf.path, "", shape)
             note_argument(mesh, outcome.replicas, record, leaf.spec, borrowed(own), mapped.turns)
-        note_closure(tuple(mesh.axes), outcome.replicas, self.where, mapped.f, mapped.turns)
+        note_closure(tuple(mesh.axes), outcome.replicas, self.where, closed_arrays(mapped.f), mapped.turns)
 
     def _execute(self, body: Callable[[Worker], Any], tracked: bool) -> Any:
         if self.mesh.scheduler == "lockstep" and self.mesh.size > 1 and self.mesh.transport.name == "local":

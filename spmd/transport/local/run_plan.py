@@ -159,6 +159,10 @@ def _member_makers(members: tuple[RepeatedPlan, ...], large: bool) -> _Makers:
             return [(first(blocks[0], blocks), bound)] * size
 
         return one_result
+    results_of = None if large else plans[0].combine.together(plans, [m.shape for m in members])
+    if results_of is not None:
+        bounds = [bound for _, _, bound in completions]
+        return lambda blocks: [*zip(results_of(blocks), bounds, strict=True)]
     incoming = [
         [(s, m.plan.parts[k]) for s, m in enumerate(members) if m.plan.parts[k] is not None] for k in range(size)
     ]

@@ -10,17 +10,18 @@ exchange no headers: see `message_comm.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spmd.device import put
-from spmd.errors import MismatchError
+from spmd.errors import MismatchError, caller
 from spmd.kernels.memory import pool
 from spmd.transport.base import Comm
 from spmd.transport.call import Call, Group, Shape, Side, mismatch
 from spmd.transport.processes.channel import Channel
-from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, pack_header
+from spmd.transport.processes.headers import INLINE_LIMIT, Headers, call_name, line_number, pack_header
 from spmd.transport.processes.status_board import StatusBoard
 
 __all__ = ["HeaderComm", "Pending", "ProcessGroup"]
@@ -111,15 +112,21 @@ class _Shaped(NamedTuple):
 class HeaderComm(Comm):
     """The exchange of headers by a process.
 
-    early: headers of the next collective that have arrived already. messages: the collectives by messages.
+    early: headers of the next collective that have arrived already. messages: the collectives by messages. line: the
+    number of the line from which all members run; 0: they may run from several.
     """
 
     messages: Any
+    line: int = 0
 
     def __init__(self, transport: ProcessGroup):
         self.transport = transport
         self.worker = transport.local[0]
         self.early: Headers | None = None
+
+    def from_one_line(self, frame: FrameType) -> None:
+        user = caller(frame)
+        self.line = 0 if user is None else line_number(user.f_code, user.f_lasti)
 
     def begin_messages(self, group: Group, call: Call) -> Any:
         """The messages of the next collective; None if the group shares memory."""
@@ -128,7 +135,7 @@ class HeaderComm(Comm):
         if calls is None:
             return None
         self.number += 1
-        return groups.begin(group, call, calls, self.number)
+        return groups.begin(group, call, calls, self.number, self.line)
 
     def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
         """Raise MismatchError, on all members, if a received header names another call than this process's."""
@@ -144,7 +151,7 @@ class HeaderComm(Comm):
     def _mismatch(self, group: Group, call: Call, names: Sequence[int]) -> MismatchError:
         """The error. All members know that they disagree, and exchange their calls and source lines."""
         channel = self.transport.channel(group.ordered, call)
-        own = np.array([Side.of("", call, self.number).packed(_SIDE_NBYTES)], f"S{_SIDE_NBYTES}")
+        own = np.array([Side.of("", call, self.number, self.line).packed(_SIDE_NBYTES)], f"S{_SIDE_NBYTES}")
         texts = np.empty(group.size, own.dtype)
         sizes = [own.nbytes] * group.size
         requests = channel.all_gather(own.view(np.uint8), texts.view(np.uint8), sizes)
@@ -195,7 +202,8 @@ class HeaderComm(Comm):
         transport = self.transport
         self.number += 1
         channel = transport.channels.get(group.ordered) or transport.channel(group.ordered, call)
-        return channel, call_name(call, transport.runs, self.number), call.needs_grad is not None and call.needs_grad[0]
+        name = call_name(call, transport.runs, self.number, self.line)
+        return channel, name, call.needs_grad is not None and call.needs_grad[0]
 
     def _words(self, channel: Channel, call: Call, x: Any, limit: int, needs_grad: bool) -> tuple[bytes, bool]:
         """The header for the receiver of a block, and whether the block goes with it: inside, or in shared memory."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ __all__ = [
     "Headers",
     "call_name",
     "digest",
+    "line_number",
     "numbered",
     "pack_header",
     "unpack_shape",
@@ -57,19 +60,28 @@ def digest(*key: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def call_name(call: Call, run: int, number: int) -> int:
-    """The first word of a header: the digest of a call, made unique by the map and the number of the collective
-    in it."""
+def call_name(call: Call, run: int = 0, number: int = 0, line: int = 0) -> int:
+    """The first word of a header: the digest of a call, made unique by the map, the number of the collective in it, and
+    the line from which all run the map, if they must."""
     name = call.digest
     if name is None:
         op, axes, detail, dtype, shape, leaf = call.key
         name = call.digest = digest(op, axes, detail, dtype_name(np.dtype(dtype)), shape, leaf)
-    return numbered(name, run, number)
+    return numbered(name, run, number, line)
 
 
-def numbered(name: int, run: int, number: int) -> int:
-    """A digest combined with the numbers of a map and of a collective in it: small beside the distances of digests."""
-    return name + (run << 32) + number & WORD
+def numbered(name: int, run: int, number: int, line: int) -> int:
+    """A digest combined with the numbers of a map and of a collective in it, which are small beside the distances of
+    digests, and of a line."""
+    return name + (run << 32) + number + line & WORD
+
+
+@lru_cache(maxsize=4096)
+def line_number(code: CodeType, instruction: int) -> int:
+    """A number of the place in its source file of an instruction, the same in every process. The name of the file is
+    left out: in notebooks each process has another."""
+    place = next(islice(code.co_positions(), instruction // 2, None))
+    return digest(code.co_qualname, place)
 
 
 @lru_cache(maxsize=4096)

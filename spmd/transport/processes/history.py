@@ -53,12 +53,14 @@ def share_of_zero(calls: CallsOfGroup, worker: int) -> int:
 
 
 class _Entry(NamedTuple):
-    """A collective: its number among those of the process, its group, the digest of the call, and the call."""
+    """A collective: its number among those of the process, its group, the digest of the call, the call, and the number
+    of the line, as `call_name` takes it."""
 
     number: int
     group: int
     digest: int
     call: Call
+    line: int
 
 
 class Difference(NamedTuple):
@@ -76,10 +78,10 @@ class History:
         self.changed = False
         """Whether it has changed since it was packed."""
 
-    def add(self, number: int, group: int, call: Call) -> int:
+    def add(self, number: int, group: int, call: Call, line: int) -> int:
         """Add a collective. Returns the digest of the call."""
-        name = call_name(call, 0, 0)
-        self.entries.append(_Entry(number, group, name, call))
+        name = call_name(call, line=line)
+        self.entries.append(_Entry(number, group, name, call, line))
         self.changed = True
         return name
 
@@ -110,7 +112,7 @@ class History:
 
 
 def side_of(entry: _Entry) -> Side:
-    return Side.of("", entry.call, entry.number & 0xFFFFFFFF)
+    return Side.of("", entry.call, entry.number & 0xFFFFFFFF, entry.line)
 
 
 def first_difference(own: History, packed: bytes, group: int, elsewhere: bool) -> Difference | None:

@@ -95,12 +95,12 @@ class MessageGroups:
         """A number that grows with each map, and with each that fails: numbers of collectives begin anew then."""
         return self.transport.runs + self.transport.failed
 
-    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int) -> Running:
-        """The collective of this number in the map."""
+    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int, line: int) -> Running:
+        """The collective of this number in the map. line: as `call_name` takes it."""
         transport = self.transport
         transport.raise_earlier_failure()
         number += self._epoch << 32
-        calls.add(self.history.add(number, calls.number, call), number)
+        calls.add(self.history.add(number, calls.number, call, line), number)
         if transport.status_board is not None:
             transport.status_board.enter(calls.count, call)
         transport.last_call = call

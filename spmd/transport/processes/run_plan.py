@@ -65,7 +65,7 @@ class RepeatedPlan:
 
     def __init__(self, call: Call, plan: Plan, x: np.ndarray):
         self.call, self.plan, self.group, self.dtype = call, plan, plan.group, x.dtype
-        self.name = call_name(call, 0, 0)
+        self.name = call_name(call)
         group = plan.group
         parts = [part_of(x, part) for part in plan.parts]
         self.shapes = [None if part is None else part.shape for part in parts]
@@ -99,7 +99,7 @@ class RepeatedPlan:
             if begin is None:
                 return general_run(comm, x)
         comm.number += 1
-        name = numbered(self.name, transport.runs, comm.number)
+        name = numbered(self.name, transport.runs, comm.number, comm.line)
         outgoing = channel.outgoing
         for words, place, header, piece in self.outgoing_tables.get(outgoing) or self._places(outgoing):
             words[0] = name

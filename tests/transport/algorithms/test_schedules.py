@@ -176,7 +176,7 @@ def test_gather_scatter_and_broadcast_deliver_every_item(n):
             assert all(member.items == chunks for member in members), algorithm
 
 
-LARGE = [2, 3, 5, 8, 13, 64, 100, 1000, 1024, 4095, 4096]
+LARGE = [2, 3, 5, 8, 13, 64, 100, 1000, 1024, *(pytest.param(n, marks=pytest.mark.full) for n in (4095, 4096))]
 
 
 @pytest.mark.parametrize("n", LARGE)

@@ -185,7 +185,7 @@ STEPS = [
 COLLECTS = {
     "nothing": lambda c, x: None,
     "the carry": lambda c, x: (c["u"], c["s"]),
-    "sums": lambda c, x: {"a": c["u"].sum(0) * x[0], "b": x[1]},
+    "sums": lambda c, x: {"a": c["u"].sum(0), "b": x[1]},
     "copies": lambda c, x: c["v"] * 2,
     "constants": lambda c, x: (1.0, c["v"], c["t"]),
 }
