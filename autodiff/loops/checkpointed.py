@@ -115,9 +115,7 @@ class _LoopReplay(Replay):
         nodes, with those that have arrived before, which are the last of gs."""
         loop, n, count = self.loop, len(self.loop.order), self.loop.count
         gs, arrived = gs[: -len(self.nodes)], gs[-len(self.nodes) :]
-        before = Arrived([*self.differentiated], self.closed, [*zip(self.nodes, arrived, strict=True)])
-        slices = {k: start.g for k, start in before.starts.items() if k >= count}
-        before.starts = {k: start for k, start in before.starts.items() if k < count}
+        before = Arrived([*self.differentiated], self.closed, [*zip(self.nodes, arrived, strict=True)], count)
         states = self._states(values)
         traced = floating(values[:count]) | {k for k in self.differentiated if k >= count}
         now = before.cotangents(gs[:count])
@@ -146,11 +144,10 @@ class _LoopReplay(Replay):
             now = run.pull(now, at == n - 1, free=True, arrived=before, first=at == 0)
             for k, g in now.slices.items():
                 rows[k + count][loop.order[at]] = g
-        found = []
-        for k in self.differentiated:
-            g = now.carry[k] if k < count else _stacked(rows[k], slices[k])
-            found.append(None if g is None else stated(g, getattr(values[k], "state", None)))
-        found += [now.closed.get(id(node)) for node in self.closed]
+        sums = before.sums(dict(enumerate(now.carry)), {k: _stacked(rows[k]) for k in before.slices}, now.closed)
+        of_leaves = zip(self.differentiated, sums, strict=False)
+        found = [None if g is None else stated(g, getattr(values[k], "state", None)) for k, g in of_leaves]
+        found += sums[len(found) :]
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]
         return found
@@ -197,11 +194,7 @@ class _LoopReplay(Replay):
         return [None if g is None else g[self.loop.order[at]] for g in gs[self.loop.count :]]
 
 
-def _stacked(rows: Sequence[Any], arrived: Any) -> Any:
-    """The cotangents of slices as those of the array, added to those that have arrived; zeros where none came; None
-    where none at all came."""
+def _stacked(rows: Sequence[Any]) -> Any:
+    """The cotangents of slices as those of the array; zeros where none came; None where none at all came."""
     some = next((g for g in rows if g is not None), None)
-    if some is None:
-        return None
-    stack = np.stack([np.zeros_like(some) if g is None else g for g in rows])
-    return stack if arrived is None else arrived + stack
+    return None if some is None else np.stack([np.zeros_like(some) if g is None else g for g in rows])

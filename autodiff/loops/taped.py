@@ -46,29 +46,51 @@ class Arrived:
 
     pairs: of each traced leaf of the first step, then of each closed-over node, what `Primitive.sums` says.
     names: by id of a closed-over node, that of the first one which is the same node now. closed: by name, their
-    cotangents. starts: by the position of a leaf.
+    cotangents. starts: by the position of a leaf. slices: those of leaves from position `count` on, of which each step
+    takes a part.
     """
 
-    __slots__ = ("closed", "names", "starts")
+    __slots__ = ("closed", "names", "slices", "starts")
 
-    def __init__(self, leaves: Sequence[int], closed: Sequence[Node], pairs: Sequence[tuple[Node, Any]]):
+    def __init__(
+        self,
+        leaves: Sequence[int],
+        closed: Sequence[Node],
+        pairs: Sequence[tuple[Node, Any]],
+        count: int | None = None,
+    ):
         of_closed = [*zip(closed, pairs[len(leaves) :], strict=True)]
         first: dict[int, int] = {}
         self.names = {id(node): first.setdefault(id(now), id(node)) for node, (now, _) in of_closed}
         self.closed = {self.names[id(node)]: g for node, (_, g) in of_closed}
         of_leaves = zip(leaves, pairs, strict=False)
-        self.starts = {k: Start(first.get(id(now), id(now)), g, place_of(now)) for k, (now, g) in of_leaves}
+        starts = {k: Start(first.get(id(now), id(now)), g, place_of(now)) for k, (now, g) in of_leaves}
+        self.starts = {k: start for k, start in starts.items() if count is None or k < count}
+        self.slices = {k: start for k, start in starts.items() if k not in self.starts}
 
     def over(self, gs: Mapping[int, Any]) -> Arrived:
         """The same with other cotangents of the leaves."""
         other = Arrived((), (), ())
-        other.closed, other.names = self.closed, self.names
+        other.closed, other.names, other.slices = self.closed, self.names, self.slices
         other.starts = {k: self.starts[k]._replace(g=g) for k, g in gs.items()}
         return other
 
     def cotangents(self, carry: Sequence[Any]) -> Cotangents:
         """Those before the sweep. carry: of the last carry."""
         return Cotangents(carry, {}, {name: g for name, g in self.closed.items() if g is not None})
+
+    def sums(self, carry: Mapping[int, Any], slices: Mapping[int, Any], closed: Mapping[int, Any]) -> list[Any]:
+        """What `Primitive.sums` wants: the sums after a sweep, for each of the pairs.
+
+        carry, closed: sums, by position and by name. slices: what is to be added to what has arrived, by position."""
+        sums = dict(closed)
+        sums.update((start.name, carry[k]) for k, start in self.starts.items() if carry.get(k) is not None)
+        for k, start in self.slices.items():
+            g, before = slices.get(k), sums.get(start.name, start.g)
+            if g is not None:
+                sums[start.name] = g if before is None else before + unstated(g)
+        starts = sorted({**self.starts, **self.slices}.items())
+        return [*(sums.get(start.name) for _, start in starts), *map(sums.get, self.names.values())]
 
 
 def floating(leaves: Sequence[Any]) -> set[int]:

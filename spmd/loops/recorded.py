@@ -142,12 +142,12 @@ class _RecordedLoop(RecordedSteps):
         gs = [by_place.get(k) for k in range(total)]
         rec = current()
         traced = any(type(g) is Array and g.tape is not None for g in [*gs, *(g for _, g in arrived)])
-        before = Arrived(self.starts, self.step_tape.closed, arrived)
-        now = before.cotangents(gs[:count])
         if rec is None or rec.programs != self.rec.programs or traced:
-            return self._unrolled_pull(now, gs[count:], before)
+            before = Arrived(self.starts, self.step_tape.closed, arrived)
+            return self._unrolled_pull(before.cotangents(gs[:count]), gs[count:], before)
         self.rec = rec
-        return self._recorded_pull(now, gs[count:], before)
+        before = Arrived(self.starts, self.step_tape.closed, arrived, count)
+        return self._recorded_pull(before.cotangents(gs[:count]), gs[count:], before)
 
     def _unrolled_pull(self, now: Cotangents, ys: list[Any], before: Arrived) -> list[Any]:
         """The same by a tape of all steps, which can be differentiated again."""
@@ -164,15 +164,13 @@ class _RecordedLoop(RecordedSteps):
             )
         now.ys = ys
         now = whole.pull(now, True, free=True, arrived=before, first=True)
-        found = [now.carry[k] if k < count else now.slices.get(k - count) for k in self.starts]
-        return [*found, *(now.closed.get(id(node)) for node in self.step_tape.closed)]
+        of_leaves = {**dict(enumerate(now.carry)), **{k + count: g for k, g in now.slices.items()}}
+        return before.sums(of_leaves, {}, now.closed)
 
     def _recorded_pull(self, now: Cotangents, g_ys: list[Any], before: Arrived) -> list[Any]:
         """Record the way back through the last step, the one before, until one serves all further steps, and that
         through the first step if it adds to what has arrived."""
         carry, n = now.carry, len(self.order)
-        of_slices_before = {k: start.g for k, start in before.starts.items() if k >= len(carry)}
-        before.starts = {k: start for k, start in before.starts.items() if k < len(carry)}
         ys = [j for j, g in enumerate(g_ys) if g is not None]
         same = {j for j, _ in self.step_tape.same} if n > 1 else set()
         earlier = [p for p, j in enumerate(ys) if j in same]
@@ -204,11 +202,7 @@ class _RecordedLoop(RecordedSteps):
             len(carry) + k: self.rec.like(g, {w: r[len(kinds) + p] for w, r in results.items()}, n)
             for p, (k, g) in enumerate(sorted(of_slices.items()))
         }
-        for k, g in stacks.items():
-            if of_slices_before[k] is not None:
-                stacks[k] = of_slices_before[k] + unstated(g)
-        found = [of_carry.get(k) if k < len(carry) else stacks.get(k) for k in self.starts]
-        return [unstated(g) for g in (*found, *(closed.get(id(node)) for node in self.step_tape.closed))]
+        return [*map(unstated, before.sums(of_carry, stacks, closed))]
 
     def _first_differs(self, before: Arrived, earlier: bool) -> bool:
         """Whether the way back through the first step is one of its own: for what has arrived, for nodes that are

@@ -36,6 +36,10 @@ class _Local:
     def __init__(self, axes: tuple[str, ...]):
         self.all, self.first = axes, axes[0]
 
+    def kept(self, u: Any) -> Any:
+        """u in the layout that the carry keeps."""
+        return u
+
     def total(self, x: Any) -> Any:
         return spmd.psum(x, self.all)
 
@@ -60,8 +64,11 @@ class _Local:
 class _Whole(_Local):
     """The same, of global arrays."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, spec: P) -> None:
+        self.spec = spec
+
+    def kept(self, u: Any) -> Any:
+        return spmd.reshard(u, self.spec if u.ndim == 2 else P())
 
     def total(self, x: Any) -> Any:
         return x
@@ -144,20 +151,20 @@ def _replaced(e, c, x):
 
 
 def _chosen(e, c, x):
-    u = spmd.cond(c["t"] % 2 == 0, lambda u: np.tanh(u @ e.w), lambda u: u * 0.5, c["u"])
+    u = spmd.cond(c["t"] % 2 == 0, lambda u: e.at.kept(np.tanh(u @ e.w)), lambda u: u * 0.5, c["u"])
     return {**c, "u": u, "t": c["t"] + 1}
 
 
 def _nested(e, c, x):
     def inner(u, z):
-        return np.tanh(u @ e.w) + z * e.b, u.sum(0)
+        return e.at.kept(np.tanh(u @ e.w) + z * e.b), u.sum(0)
 
     u, ys = spmd.scan(inner, c["u"], np.arange(3).astype(c["u"].dtype))
     return {**c, "u": u, "v": c["v"] + np.tanh(e.at.total(ys.sum(0)))}
 
 
 def _nested_kept(e, c, x):
-    return {**c, "u": spmd.fori_loop(0, 3, lambda i, u: np.sin(u @ e.w) * c["s"], c["u"], checkpoint=1)}
+    return {**c, "u": spmd.fori_loop(0, 3, lambda i, u: e.at.kept(np.sin(u @ e.w) * c["s"]), c["u"], checkpoint=1)}
 
 
 def _again(e, c, x):
@@ -212,7 +219,7 @@ def _function(rng: np.random.Generator, at: _Local, required: int) -> tuple[Any,
         def step(c, x):
             for one in steps:
                 c = one(e, c, x)
-            c = {**c, "u": 0.9 * c["u"], "v": 0.8 * c["v"], "s": 0.7 * c["s"]}
+            c = {**c, **{k: at.kept(r * c[k]) for k, r in (("u", 0.9), ("v", 0.8), ("s", 0.7))}}
             return c, COLLECTS[collect](c, x)
 
         def loop(u, v, s):
@@ -236,11 +243,11 @@ def job(seed: int, scheduler: str, *, whole: bool, axes: dict[str, int] | None =
     axes = sizes[rng.integers(len(sizes))] if axes is None else axes
     dtype = rng.choice([np.float64, np.float64, np.float32]) if dtype is None else dtype
     mesh, names = spmd.Mesh(**axes, scheduler=scheduler), tuple(axes)
-    f, text = _function(rng, _Whole() if whole else _Local(names), seed)
-    rows, specs = int(rng.choice([2, 3, 7])), [P(names), P(), P(), P(), P(names), P()]
+    rows_of = [P(names), P(names[0]), P(None, names[-1]), P()]
+    u_spec = rows_of[rng.integers(4)] if whole else P(names)
+    f, text = _function(rng, _Whole(u_spec) if whole else _Local(names), seed)
+    rows, specs = int(rng.choice([2, 3, 7])), [u_spec, P(), P(), P(), u_spec, P()]
     if whole:
-        rows_of = [P(names), P(names[0]), P(None, names[-1]), P()]
-        u_spec = rows_of[rng.integers(4)]
         specs = [u_spec, P(), P(), [P(), P(names[0])][rng.integers(2)], u_spec, None]
     shapes = [(rows, ROWS), (ROWS,), (), (ROWS, ROWS), (rows, ROWS)]
     arguments = []
