@@ -206,10 +206,12 @@ class _RecordedLoop(RecordedSteps):
 
     def _first_differs(self, before: Arrived, earlier: bool) -> bool:
         """Whether the way back through the first step is one of its own: for what has arrived, for nodes that are
-        there twice, or because no y comes before."""
+        there twice, because no y comes before, or for cotangents of arguments, which may come later."""
         names = [start.name for start in before.starts.values()]
         twice = len({*names}) < len(names) or not before.closed.keys().isdisjoint(names)
-        return earlier or twice or any(start.g is not None for start in before.starts.values())
+        leaves = {id(self.step_tape.leaves[k]) for k in before.starts}
+        deferred = any(n.prim and n.prim.defer and not leaves.isdisjoint(map(id, n.parents)) for n in self.step_tape.side.nodes)
+        return earlier or twice or deferred or any(start.g is not None for start in before.starts.values())
 
     def _recorded_back(
         self, now: Cotangents, g_ys: list[Any], earlier: Sequence[int], at: int, arrived: Arrived

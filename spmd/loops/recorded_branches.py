@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from spmd.autodiff.transform_arguments import lower, on, unstated
 from spmd.autodiff.transforms import joint
 from spmd.errors import ClosureError, DifferentiationError, JitError, LayoutError, describe
 from spmd.global_ops.resharding import reshard
+from spmd.layout import Layout
 from spmd.loops.recording import RecordedSteps, Recording, adopted, current
 from spmd.loops.steps import array_leaf, is_number, layout_of_leaf
 from spmd.mesh import Worker
@@ -200,25 +201,37 @@ class _RecordedCond(RecordedSteps):
         self.rec = rec
         by_place = dict(zip(self.places, gs, strict=True))
         all_gs = [by_place.get(k) for k in range(len(self.likes))]
+        kinds, back, outputs = self._recorded_back(all_gs, arrived, {})
+        if unequal := {k: g.reduced.layout for k, g in kinds.items() if any(_differ(g, o.get(k)) for o in outputs)}:
+            kinds, back, outputs = self._recorded_back(all_gs, arrived, unequal)
+        results = self._called_back(back, outputs, kinds, [g for g in [*all_gs, *own] if g is not None])
+        values = {k: self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (k, g) in enumerate(kinds.items())}
+        return [unstated(g) if g is not None else None for g in map(values.get, [*self.starts, *self.closed])]
+
+    def _recorded_back(
+        self, gs: list[Any], arrived: Sequence[tuple[Node, Any]], layouts: Mapping[Any, Layout]
+    ) -> tuple[dict[Any, Any], list[Any], list[Any]]:
+        """Record the way back through both functions: of each sum a value like it; the regions; the sums of each.
+
+        layouts: those of sums that would lie differently in the two."""
         kinds: dict[Any, Any] = {}
         back, outputs = [], []
         for which, run in enumerate(self.runs):
             with self._quiet(), self.region(self.forward[which], whole=True):
                 now = Cotangents([], {}, {})
-                now.ys = [None if g is None else self.stand_in(g) for g in all_gs]
-                so_far = [None if g is None else self.stand_in(g) for g in own]
+                now.ys = [None if g is None else self.stand_in(g) for g in gs]
+                so_far = [None if g is None else self.stand_in(g) for _, g in arrived]
                 nodes = [node for node, _ in arrived]
                 before = Arrived(self.starts, [*self.closed.values()], [*zip(nodes, so_far, strict=True)])
                 now.closed = before.closed  # of both functions, so that both give the sum of a node in one place
                 out = run.pull(now, True, free=False, arrived=before, first=True)
-                found = {k: _settled(g, kinds.get(k)) for k, g in [*out.slices.items(), *out.closed.items()]}
+                sums = {**out.slices, **out.closed}
+                found = {k: reshard(g.reduced, layouts[k]) if k in layouts else g for k, g in sums.items()}
             of_forward = self.forward[which]
             back.append(self.cut({w: [*r.inputs, *r.produced] for w, r in of_forward.items()}))
             outputs.append(found)
             kinds.update({k: g for k, g in found.items() if k not in kinds})
-        results = self._called_back(back, outputs, kinds, [g for g in [*all_gs, *own] if g is not None])
-        values = {k: self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (k, g) in enumerate(kinds.items())}
-        return [unstated(g) if g is not None else None for g in map(values.get, [*self.starts, *self.closed])]
+        return kinds, back, outputs
 
     def _called_back(self, back: list[Any], outputs: list[Any], kinds: dict[Any, Any], gs: list[Any]) -> dict[int, Any]:
         """The way back as a line of each program: its results."""
@@ -258,9 +271,6 @@ def _size(piece: Any) -> tuple[Any, Any]:
     return np.shape(value), getattr(value, "dtype", np.dtype(float))
 
 
-def _settled(g: Any, like: Any) -> Any:
-    """A cotangent of a global array without unreduced axes, laid out as another one; anything else unchanged."""
-    if type(g) is not PartitionedArray:
-        return g
-    g = g.reduced
-    return g if like is None or like.layout == g.layout else reshard(g, like.layout)
+def _differ(g: Any, other: Any) -> bool:
+    """Whether two sums are global arrays that lie differently."""
+    return type(g) is PartitionedArray and type(other) is PartitionedArray and g.layout != other.layout
