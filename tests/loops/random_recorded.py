@@ -102,11 +102,11 @@ def _float(count, like):
 
 
 def _product(e, c, x):
-    return {**c, "u": np.tanh(c["u"] @ e.w)}
+    return {**c, "u": e.at.kept(np.tanh(c["u"] @ e.w))}
 
 
 def _transposed(e, c, x):
-    return {**c, "u": np.sin(c["u"] @ e.w.T * 0.5), "v": np.cos(e.w.reshape(-1)[2:5] * c["v"])}
+    return {**c, "u": e.at.kept(np.sin(c["u"] @ e.w.T * 0.5)), "v": np.cos(e.w.reshape(-1)[2:5] * c["v"])}
 
 
 def _totals(e, c, x):
