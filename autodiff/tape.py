@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import RLock
 from typing import Any, Protocol
@@ -142,6 +142,16 @@ class Tape:
                 yield
         finally:
             (self.open, self.varied_copies), self.outer = before, outer
+
+    @staticmethod
+    @contextmanager
+    def before_steps(x: Any) -> Iterator[None]:
+        """The same for the nodes of a traced array on its tape, and on the tapes below."""
+        with ExitStack() as stack:
+            while getattr(x, "tape", None) is not None:
+                stack.enter_context(x.tape.before_step(x.node))
+                x = x.value
+            yield
 
     def all_varied_copies(self) -> dict[Any, Any]:
         """The varied copies, with those that a step finds outside of it."""

@@ -339,7 +339,7 @@ def copied_to_all(x, mesh: Mesh) -> Any:
     cotangents of all operations that use it meet before their sum."""
     if type(x) is not Array or x.tape is None:
         return _copied_once(x, mesh, {})
-    with x.tape.before_step(x.node):
+    with x.tape.before_steps(x):
         return _copied_once(x, mesh, x.tape.varied_copies)
 
 

@@ -165,7 +165,9 @@ class StepTape:
         seeds = [(self.leaves[k], cotangents.earlier[j]) for j, k in reversed(self.same) if k in self.leaves]
         if arrived is not None:
             one = self._ones(cotangents, arrived, first)
-            seeds += [(self.leaves[k], s.g) for k, s in arrived.starts.items() if first and id(self.leaves[k]) not in one]
+            seeds += [
+                (self.leaves[k], s.g) for k, s in arrived.starts.items() if first and id(self.leaves[k]) not in one
+            ]
         seeds += [(self._proxies[k], g) for k, g in cotangents.closed.items() if k in self._proxies]
         own = [None if j in twice and not at_end else g for j, g in enumerate(cotangents.ys)]
         for out, g in zip([*self.carry, *self.ys[::-1]], [*cotangents.carry, *own[::-1]], strict=True):

@@ -23,7 +23,19 @@ from spmd.autodiff.staging.function_tables import BY_VALUE, IN_PLACE, METADATA, 
 from spmd.autodiff.staging.program import COMM, Built, Line, Ref, ValueInfo, collect, execute, mapped, refs
 from spmd.errors import JitError, MissingMethodError, caller
 
-__all__ = ["Number", "Program", "Slot", "bared", "checked", "is_over", "is_slot", "one_line", "opaque_line", "slot_of", "slots"]
+__all__ = [
+    "Number",
+    "Program",
+    "Slot",
+    "bared",
+    "checked",
+    "is_over",
+    "is_slot",
+    "one_line",
+    "opaque_line",
+    "slot_of",
+    "slots",
+]
 NO_KWARGS: dict[str, Any] = {}
 
 

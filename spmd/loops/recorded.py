@@ -210,7 +210,9 @@ class _RecordedLoop(RecordedSteps):
         names = [start.name for start in before.starts.values()]
         twice = len({*names}) < len(names) or not before.closed.keys().isdisjoint(names)
         leaves = {id(self.step_tape.leaves[k]) for k in before.starts}
-        deferred = any(n.prim and n.prim.defer and not leaves.isdisjoint(map(id, n.parents)) for n in self.step_tape.side.nodes)
+        deferred = any(
+            n.prim and n.prim.defer and not leaves.isdisjoint(map(id, n.parents)) for n in self.step_tape.side.nodes
+        )
         return earlier or twice or deferred or any(start.g is not None for start in before.starts.values())
 
     def _recorded_back(

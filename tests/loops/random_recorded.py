@@ -253,7 +253,12 @@ def job(seed: int, scheduler: str, *, whole: bool, axes: dict[str, int] | None =
     arguments = []
     for k in range(3):
         drawn = [np.asarray(rng.normal(size=shape), dtype) for shape in shapes]
-        arguments.append(tuple(x if s is None else spmd.put(x, s, mesh) for x, s in zip([*drawn, spmd.random.key(k)], specs, strict=True)))
+        arguments.append(
+            tuple(
+                x if s is None else spmd.put(x, s, mesh)
+                for x, s in zip([*drawn, spmd.random.key(k)], specs, strict=True)
+            )
+        )
     if not whole:
         f = mesh.map(f, tuple(specs), P())
     return Job(f, arguments, (0, 1, 2, 3, 4), f"{axes}, {rows} rows, {np.dtype(dtype)}, {specs[0]}, {specs[3]}: {text}")
