@@ -197,12 +197,18 @@ def _pull(node: Node, g: Any, cotangents: Cotangents) -> None:
 
 
 def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
-    """Give the parents of a node their cotangents, by rules with an option: see `joint`, `defer`, `over`, `into` and
-    `early` of `Primitive`."""
+    """Give the parents of a node their cotangents, by rules with an option: see `joint`, `sums`, `defer`, `over`,
+    `into` and `early` of `Primitive`."""
     prim, args, pulls, parents, g = node.prim, node.args, node.pulls, node.parents, cotangents.by_node.pop(node)
     if args is None:
         raise _freed_tape()
-    if prim.joint is not None:
+    if prim.sums:
+        arrived = [(parent, cotangents.by_node.get(parent)) for parent in parents]
+        for parent, total in zip(parents, prim.joint(g, arrived, *args[1:]), strict=True):
+            if parent is not None and total is not None:
+                cotangents.by_node[parent] = fit(total, parent)
+                cotangents.owned.discard(parent)
+    elif prim.joint is not None:
         for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
             if parent is not None and part is not None:
                 cotangents.add(parent, part)

@@ -24,7 +24,7 @@ from spmd.autodiff.transforms import joint
 from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
-__all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "recomputed", "sketches", "traced_by"]
+__all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "place_of", "recomputed", "sketches", "traced_by"]
 
 
 @api_boundary
@@ -136,11 +136,12 @@ def recomputed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str, 
         differentiated = {k: x for k, x in enumerate(level_leaves) if on(x, tape)}
         if differentiated or closed[i]:
             inner = [t for t, nodes in zip(tapes[i + 1 :], closed[i + 1 :], strict=True) if nodes]
-            places = {k: _place(x.node) for k, x in differentiated.items()}
+            places = {k: place_of(x.node) for k, x in differentiated.items()}
             first = first or FirstRun([sketches(o) for o in outs], out_tree)
             again = (Replay if loop is None else loop.replay)(call, places, tape, closed[i], inner, where, first)
             pull = functools.partial(again.pull, [lower(x, tape) for x in level_leaves])
-            outs = joint(where, tape, [*(x.node for x in differentiated.values()), *closed[i]], outs, pull)
+            nodes = [*(x.node for x in differentiated.values()), *closed[i]]
+            outs = joint(where, tape, nodes, outs, pull, sums=loop is not None)
     return tree.unflatten(out_tree, outs)
 
 
@@ -153,7 +154,7 @@ def _first_run(call: Callable, values: list, tapes: Sequence[Tape]) -> tuple[Any
     return out, [closure_nodes(tape, side, outs) for tape, side in zip(tapes, side_tapes, strict=True)]
 
 
-def _place(node: Node) -> Place | None:
+def place_of(node: Node) -> Place | None:
     return node.place if node.prim is None else None
 
 
@@ -223,7 +224,7 @@ class Replay:
             outs, structure = tree.flatten(self.call(arguments))
         for t in reversed(self.inner):
             outs = [lower(o, t) for o in outs]
-        proxies = {id(node): side_tape.leaf(node.shape, node.dtype, _place(node)) for node in self.closed}
+        proxies = {id(node): side_tape.leaf(node.shape, node.dtype, place_of(node)) for node in self.closed}
         side_ids = set(map(id, side_tape.nodes))
         device_flags = self.compare(self.first, outs, structure, values, side_tape)
 

@@ -108,6 +108,8 @@ class Primitive:
     variadic: in place of rules, `variadic(k, g, ans, *args, **kwargs)` gives the cotangent of argument k.
     linear: with variadic, the function is linear in each argument: the rule of argument k does not use its value.
     joint: in place of rules, `joint(g, *args)` gives the cotangents of all parents at once.
+    sums: with joint, `joint(g, arrived, *args)` gives the sums of the cotangents that have arrived at the parents and
+        of its own; arrived: of each parent the node, and the sum so far or None.
     defer: `defer(sweep_state, g, leaf, *args)` may return a Future for the cotangent of a leaf; None: use the rule.
     into: `into(total, g, *args)` adds the cotangent of the argument to an array in place, where most of it is zero.
     over: `over(g, ans, *args)` gives what the rule gives, for every argument. It may overwrite g with the result.
@@ -130,6 +132,7 @@ class Primitive:
             "plans",
             "rules",
             "same",
+            "sums",
             "unary",
         ),
         "variadic",
@@ -144,6 +147,7 @@ class Primitive:
         variadic=None,
         linear=False,
         joint=None,
+        sums=False,
         defer=None,
         into=None,
         over=None,
@@ -155,6 +159,7 @@ class Primitive:
         self.variadic = variadic
         self.linear = linear
         self.joint = joint
+        self.sums = sums
         self.defer = defer
         self.into = into
         self.over = over

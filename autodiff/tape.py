@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import RLock
 from typing import Any, Protocol
@@ -106,7 +106,8 @@ class Tape:
     open: what recording appends to: `nodes`, or an object that raises.
     varied_copies: operands converted to other states, cached so that their cotangents are summed before they are sent.
     varied_scalars: by id, the nodes of scalars that were converted because another operand had another state.
-    outer: while a step is recorded apart, what `open` and `varied_copies` are outside of it, and the step's nodes.
+    outer: while a step is recorded apart, what `open` and `varied_copies` are outside of it, the step's nodes, and
+        this of a loop around.
     """
 
     __slots__ = ("level", "lock", "nodes", "once", "open", "outer", "varied_copies", "varied_scalars")
@@ -118,7 +119,7 @@ class Tape:
         self.open: Any = self.nodes
         self.lock = RLock()
         self.varied_copies: dict[Any, Any] = {}
-        self.outer: tuple[Any, dict[Any, Any], list[Node]] | None = None
+        self.outer: tuple[Any, dict[Any, Any], list[Node], Any] | None = None
         self.varied_scalars: dict[int, Node] = {}
 
     def leaf(self, shape, dtype, place: Place | None = None) -> Node:
@@ -134,12 +135,30 @@ class Tape:
         if outer is None or any(n is node for n in outer[2]):
             yield
             return
-        before, self.outer = (self.open, self.varied_copies), None
-        self.open, self.varied_copies, _ = outer
+        before = self.open, self.varied_copies
+        self.open, self.varied_copies, _, self.outer = outer
         try:
-            yield
+            with self.before_step(node):
+                yield
         finally:
             (self.open, self.varied_copies), self.outer = before, outer
+
+    @staticmethod
+    @contextmanager
+    def before_steps(x: Any) -> Iterator[None]:
+        """The same for the nodes of a traced array on its tape, and on the tapes below."""
+        with ExitStack() as stack:
+            while getattr(x, "tape", None) is not None:
+                stack.enter_context(x.tape.before_step(x.node))
+                x = x.value
+            yield
+
+    def all_varied_copies(self) -> dict[Any, Any]:
+        """The varied copies, with those that a step finds outside of it."""
+        copies, outer = dict(self.varied_copies), self.outer
+        while outer is not None:
+            copies, outer = {**outer[1], **copies}, outer[3]
+        return copies
 
     def refuse(self, refusal: Callable[[], Exception]) -> None:
         """Make recording raise: a traced array has outlived its transformation, or crossed into a body."""
@@ -274,7 +293,7 @@ def redirected(
     for tape, side_tape in pairs:
         tape.once = side_tape.once
         copies = tape.varied_copies if varied is None else varied.get(tape, {})
-        tape.outer = (tape.open, copies, side_tape.nodes) if step else None
+        tape.outer = (tape.open, copies, side_tape.nodes, tape.outer) if step else None
         tape.open, tape.varied_copies = side_tape.nodes, {}
     try:
         yield

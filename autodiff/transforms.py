@@ -320,21 +320,24 @@ def stop_gradient(x):
 # What brings its own pullback
 
 
-def joint(name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[[list], Sequence[Any]]) -> list:
+def joint(
+    name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[..., Sequence[Any]], *, sums: bool = False
+) -> list:
     """Record results that one pullback serves: `pull(cotangents, None where none came)` gives those of `parents`.
 
-    name: of what is recorded, for errors.
+    name: of what is recorded, for errors. sums: pull(cotangents, arrived) gives sums; see `Primitive`.
 
     Each of `parents` is a node of the tape, or an argument that may be traced by it. Each of `outs` is a value of the
     level below the tape; each comes back as an Array on the tape.
     """
     count = len(outs)
 
-    def pull_bundle(bundle: Bundle):
-        return pull([bundle.parts.get(k) for k in range(count)])
+    def pull_bundle(bundle: Bundle, *arrived: Any):
+        return pull([bundle.parts.get(k) for k in range(count)], *arrived)
 
     nodes = [p if type(p) is Node else p.node if on(p, tape) else None for p in parents]
-    node = record(tape, Primitive(None, name, joint=_pulled_together), nodes, (pull_bundle,), (), None)
+    prim = Primitive(None, name, joint=_summed_together if sums else _pulled_together, sums=sums)
+    node = record(tape, prim, nodes, (pull_bundle,), (), None)
     results = []
     for k, out in enumerate(outs):
         if kind_of(out) not in ("f", "c"):
@@ -351,3 +354,7 @@ def joint(name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Calla
 
 def _pulled_together(bundle: Bundle, pull: Callable[[Bundle], Sequence[Any]]) -> Sequence[Any]:
     return pull(bundle)
+
+
+def _summed_together(bundle: Bundle, arrived: Any, pull: Callable[..., Sequence[Any]]) -> Sequence[Any]:
+    return pull(bundle, arrived)

@@ -124,8 +124,8 @@ def _layout_of_sums(ufunc: np.ufunc, inputs: Sequence[Any], arrays: Sequence[Par
     if ufunc not in (np.multiply, np.divide) or len(arrays) > 1:
         return None
     number = inputs[1] if inputs[0] is arrays[0] else inputs[0]
-    if not isinstance(number, int | float | complex | np.number) or not np.isfinite(number):
-        return None
+    if is_slot(number) or not isinstance(number, int | float | complex | np.number) or not np.isfinite(number):
+        return None  # a program does not know whether its numbers are finite
     divides = inputs[0] is arrays[0] and number != 0 and dtype.kind in "fc"
     return first if ufunc is np.multiply or divides else None
 

@@ -15,7 +15,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import is_slot, one_line, slot_of
+from spmd.autodiff.staging.recorder import is_over, is_slot, one_line, slot_of
 from spmd.autodiff.staging.together import at_worker
 from spmd.autodiff.tracer import USUAL, Array, value_of
 from spmd.errors import MeshError, SpecError, nearest
@@ -339,14 +339,14 @@ def copied_to_all(x, mesh: Mesh) -> Any:
     cotangents of all operations that use it meet before their sum."""
     if type(x) is not Array or x.tape is None:
         return _copied_once(x, mesh, {})
-    with x.tape.before_step(x.node):
+    with x.tape.before_steps(x):
         return _copied_once(x, mesh, x.tape.varied_copies)
 
 
 def _copied_once(x: Any, mesh: Mesh, copies: dict[Any, Any]) -> Any:
     value, key = value_of(x), (getattr(x, "node", None), mesh)
     copy = copies.get(key)
-    if copy is None:
+    if copy is None or any(map(is_over, value_of(copy).__spmd_parts__())):
         copy = copies[key] = move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
     return copy
 

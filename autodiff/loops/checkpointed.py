@@ -11,7 +11,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.checkpoint import FirstRun, Replay, closure_nodes, recomputed, sketches, traced_by
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
-from spmd.autodiff.loops.taped import Cotangents, StepTape, floating
+from spmd.autodiff.loops.taped import Arrived, StepTape, floating
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, redirected
 from spmd.autodiff.transform_arguments import lower, on, stated
 
@@ -83,7 +83,7 @@ class _Loop:
 class _LoopReplay(Replay):
     """The pullback of a loop, which runs its steps again, each once more before its own sweep."""
 
-    __slots__ = ("_places", "kept", "loop", "once", "varied")
+    __slots__ = ("kept", "loop", "nodes", "once", "varied")
 
     def __init__(
         self,
@@ -99,19 +99,26 @@ class _LoopReplay(Replay):
     ):
         super().__init__(call, differentiated, tape, closed, inner, where, first)
         self.loop, self.kept, self.once = loop, kept, tape.once
-        self._places = {k: place for k, place in differentiated.items() if k < loop.count and place is not None}
         ids = set(map(id, closed))
-        self.varied = {t: {k: v for k, v in t.varied_copies.items() if id(v.node) in ids} for t in (tape, *inner)}
+        copies = {t: t.all_varied_copies() for t in (tape, *inner)}
+        self.varied = {t: {k: v for k, v in copies[t].items() if id(v.node) in ids} for t in copies}
 
     def redirected(self, pairs: Any) -> AbstractContextManager[None]:  # type: ignore[override]
         return redirected(pairs, step=True, varied=self.varied)
 
+    def pull(self, values: list, gs: list, arrived: list) -> list:  # type: ignore[override]
+        self.nodes = [node for node, _ in arrived]  # the same in each call, unless the loop is within another one
+        return super().pull(values, [*gs, *(g for _, g in arrived)])
+
     def swept(self, values: list, gs: list) -> list:
-        """Run the steps again and sweep back: the cotangents of the differentiated leaves and of closed-over nodes."""
+        """Run the steps again and sweep back: the sums of the cotangents of the differentiated leaves and of closed-over
+        nodes, with those that have arrived before, which are the last of gs."""
         loop, n, count = self.loop, len(self.loop.order), self.loop.count
+        gs, arrived = gs[: -len(self.nodes)], gs[-len(self.nodes) :]
+        before = Arrived([*self.differentiated], self.closed, [*zip(self.nodes, arrived, strict=True)], count)
         states = self._states(values)
         traced = floating(values[:count]) | {k for k in self.differentiated if k >= count}
-        now = Cotangents(gs[:count], {}, {})
+        now = before.cotangents(gs[:count])
         rows: dict[int, list[Any]] = {k: [None] * n for k in self.differentiated if k >= count}
         known = FirstRun(self.first.sketches[:count], tree.structure([0] * count))
         flags: list[Any] = []
@@ -125,8 +132,7 @@ class _LoopReplay(Replay):
                 continue
             at = action.at
             with self.recording() as (tape, side_tape):
-                x, places = loop.slices(values, at), {} if at else dict(self._places)
-                run = StepTape(loop.step, tape, side_tape, carry, x, traced, self.inner, places)
+                run = StepTape(loop.step, tape, side_tape, carry, loop.slices(values, at), traced, self.inner)
             if not set(map(id, run.closed)) <= set(map(id, self.closed)):
                 raise self.different_function()
             flags += self.compare(known, run.carry, known.structure, values, side_tape)
@@ -135,14 +141,13 @@ class _LoopReplay(Replay):
                 now.closed = closed = dict(now.closed)
                 gs = self._without_outer(run, gs, closed)
             now.ys, now.earlier = self._row(gs, at), self._row(gs, at - 1)
-            now = run.pull(now, at == n - 1, free=True)
+            now = run.pull(now, at == n - 1, free=True, arrived=before, first=at == 0)
             for k, g in now.slices.items():
                 rows[k + count][loop.order[at]] = g
-        found = []
-        for k in self.differentiated:
-            g = now.carry[k] if k < count else _stacked(rows[k])
-            found.append(None if g is None else stated(g, getattr(values[k], "state", None)))
-        found += [now.closed.get(id(node)) for node in self.closed]
+        sums = before.sums(dict(enumerate(now.carry)), {k: _stacked(rows[k]) for k in before.slices}, now.closed)
+        of_leaves = zip(self.differentiated, sums, strict=False)
+        found = [None if g is None else stated(g, getattr(values[k], "state", None)) for k, g in of_leaves]
+        found += sums[len(found) :]
         for different in flags:
             found = [None if g is None else np.where(different, np.nan, g) for g in found]
         return found

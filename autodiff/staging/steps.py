@@ -22,17 +22,23 @@ class Unrollable(Exception):
 class Steps:
     """What a program knows of its loops.
 
-    inside: by number the loop inside of whose step a value was computed. open: the regions that are recorded now.
+    inside: by number the region in which a value was computed. open: the regions that are recorded now. usable: those
+    whose values may be used.
     """
 
     def __init__(self) -> None:
-        self.inside: dict[int, object] = {}
+        self.inside: dict[int, Region] = {}
         self.open: list[Region] = []
+        self.usable: list[Region] = []
+
+    def is_over(self, x: Any) -> bool:
+        """Whether a stand-in is for a value of a step, of which there is no more outside of the loop."""
+        region = self.inside.get(x.index)
+        return region is not None and region not in self.usable
 
     def note(self, x: Any) -> None:
         """A line takes a stand-in. Raises if it is a value of a step, used outside of the loop."""
-        loop = self.inside.get(x.index)
-        if loop is not None and all(region.loop is not loop for region in self.open):
+        if self.is_over(x):
             raise JitError.at(
                 "a loop, within spmd.jit",
                 got=f"{x!r}, which a step computed, used outside of the loop",
@@ -46,13 +52,15 @@ class Steps:
 class Region:
     """Lines that are cut out of a program: those recorded between `open` and `close`, by `cut`.
 
-    loop: what marks its values. inputs: the numbers of the stand-ins for what changes from step to step.
-    lines: those that depend on them, or have an effect; the others stay in the program, before the loop.
+    inputs: the numbers of the stand-ins for what changes from step to step. lines: those that depend on them, or have
+    an effect, or touch what lines write to; the others stay in the program, before the loop, unless it is `whole`.
     produced: the numbers of the values of `lines`. noted: the stand-ins that lines took, by number.
+    after: a region whose values this one uses, if any.
     """
 
-    def __init__(self, program: Program, loop: object):
-        self.program, self.loop = program, loop
+    def __init__(self, program: Program, after: Region | None = None, whole: bool = False):
+        self.program, self.whole = program, whole
+        self.usable = [self] if after is None else [self, after]
         self.inputs: list[int] = []
         self.lines: list[Line] = []
         self.produced: set[int] = set()
@@ -64,10 +72,13 @@ class Region:
         """The next line is the first one."""
         self.start = len(self.program.lines)
         self.program.steps.open.append(self)
+        self.program.steps.usable += self.usable
 
     def close(self) -> None:
         """The last line was recorded."""
         self.program.steps.open.remove(self)
+        for region in self.usable:
+            self.program.steps.usable.remove(region)
 
     def stand_in(self, value: Any) -> Any:
         """The stand-in for a value that changes from step to step."""
@@ -80,18 +91,20 @@ class Region:
         program, varying = self.program, {*self.inputs, *more}
         lines = program.lines[self.start :]
         del program.lines[self.start :]
-        writes = any(line.writes for line in lines)
+        varying |= _changed(lines)
         for line in lines:
-            if writes or line.effect or any(a is COMM for a in line.args) or not varying.isdisjoint(line.used):
+            of_worker = line.effect or any(a is COMM for a in line.args)
+            results = (i for _, i in line.parts)
+            if self.whole or of_worker or not varying.isdisjoint((*line.used, *results)):
                 self.lines.append(line)
                 self.produced.update(i for _, i in line.parts)
                 varying |= self.produced
             else:
                 program.lines.append(line)
         own = {i for line in self.lines if line.fresh for _, i in line.parts}
-        if any(line.writes and line.used and line.used[0] not in own for line in self.lines):
+        if not own.issuperset(i for line in self.lines if line.writes for i in _targets(line)):
             raise Unrollable
-        program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self.loop))
+        program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self))
 
     def outer(self, outputs: Iterable[Any]) -> list[int]:
         """The numbers of the values from outside that the lines and these outputs use."""
@@ -108,6 +121,24 @@ class Region:
 def _refs(outputs: Iterable[Any]) -> list[Any]:
     """Results without their values, which a program outlives: stand-ins by number."""
     return [Ref(x.index) if is_slot(x) else x for x in outputs]
+
+
+def _targets(line: Line) -> list[int]:
+    """The numbers of the values that a line writes into."""
+    return refs(line.kwargs["out"]) if "out" in line.kwargs else refs(line.args[:1])
+
+
+def _changed(lines: Sequence[Line]) -> set[int]:
+    """The numbers of the values that lines write into, and of those that may share memory with them."""
+    found = {i for line in lines if line.writes for i in _targets(line)}
+    count = -1
+    while count < len(found):
+        count = len(found)
+        for line in lines:
+            shared = {*line.used, *(i for _, i in line.parts)}
+            if not line.fresh and not found.isdisjoint(shared):
+                found |= shared
+    return found
 
 
 class Saved:
@@ -214,18 +245,29 @@ class BackStep:
 
 
 class BackLoop:
-    """A line that goes back through a loop: `back(comm, saved, *cotangents, *ys, *slices, *outer)`.
+    """A line that goes back through a loop: `back(comm, saved, *cotangents, *arrived, *ys, *slices, *outer)`.
 
     It gives the cotangents of the first carry and of closed-over values, and those of the slices, stacked.
 
     steps: the ways back through the last step, the one before, and so on; the last of them serves all further steps.
-    ys: how many cotangents of stacked ys there are; earlier: those of which the step before is needed too.
+    first: whether the last of `steps` is that through the first step only, which adds to the cotangents of the first carry
+    that have arrived. counts: how many of these there are, and of cotangents of stacked ys; earlier: those of which the step before is needed too.
     once: whether there is only one way back, so that what is kept of a step is released after its use.
     outer: the numbers of the values from outside that the steps use. kept: how many values of each step they use.
     """
 
-    def __init__(self, loop: Loop, steps: Sequence[BackStep], ys: int, earlier: Sequence[int], once: bool, name: str):
-        self.loop, self.steps, self.ys, self.earlier, self.once = loop, steps, ys, earlier, once
+    def __init__(
+        self,
+        loop: Loop,
+        steps: Sequence[BackStep],
+        first: bool,
+        counts: tuple[int, int],
+        earlier: Sequence[int],
+        once: bool,
+        name: str,
+    ):
+        self.loop, self.steps, self.counts, self.earlier, self.once = loop, steps, counts, earlier, once
+        self.first, self.further = (steps[-1], steps[:-1]) if first else (None, steps)
         self.__name__ = name
         forward, again = loop.region, loop.states is not None
         used = dict.fromkeys(i for s in steps for i in s.region.outer(s.outputs))
@@ -248,8 +290,9 @@ class BackLoop:
         loop = self.loop
         outer = len(values) - len(self.outer)
         slices = outer - loop.counts[1]
-        ys = slices - self.ys
-        run = _Back(self, comm, [*values[:ys]], values[ys:slices], values[slices:outer], values[outer:])
+        ys = slices - self.counts[1]
+        arrived = ys - self.counts[0]
+        run = _Back(self, comm, [*values[:arrived]], values[arrived:ys], values[ys:slices], values[slices:])
         if loop.states is None:
             for at in range(len(loop.order) - 1, -1, -1):
                 row = saved.rows[at]
@@ -279,18 +322,22 @@ class BackLoop:
 class _Back:
     """One run of a `BackLoop`: gs are the cotangents that the next step back takes."""
 
-    def __init__(self, back: BackLoop, comm: Any, gs: list[Any], ys: Any, slices: Any, outer: Any):
-        self.back, self.comm, self.gs, self.ys, self.slices, self.outer = back, comm, gs, ys, slices, outer
+    def __init__(self, back: BackLoop, comm: Any, gs: list[Any], arrived: Any, ys: Any, more: Any):
+        width = back.loop.counts[1]
+        self.back, self.comm, self.gs, self.arrived, self.ys = back, comm, gs, arrived, ys
+        self.slices, self.outer = more[:width], more[width:]
         self.buffers: dict[int, Any] = {}
 
     def step(self, at: int, values: Sequence[Any]) -> None:
         """The way back through step number `at`. values: what is kept of it, or the carry before it."""
         back, order = self.back, self.back.loop.order
         n, i = len(order), order[at]
-        s = back.steps[min(n - 1 - at, len(back.steps) - 1)]
         rows = [g[i] for g in self.ys]
-        if back.earlier:
-            rows += [self.ys[j][order[at - 1]] if at else np.zeros_like(self.ys[j][i]) for j in back.earlier]
+        if at == 0 and back.first is not None:
+            s, rows = back.first, [*self.arrived, *rows]
+        else:
+            s = back.further[min(n - 1 - at, len(back.further) - 1)]
+            rows += [self.ys[j][order[at - 1]] for j in back.earlier]
         found = s.built.run(self.comm, [*self.gs, *rows, *values, *[x[i] for x in self.slices], *self.outer])
         count = len(found) - len(s.of)
         self.gs = found[:count]

@@ -9,10 +9,10 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff.loops.schedules import Policy
-from spmd.autodiff.loops.taped import Cotangents, StepTape
+from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
 from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.staging.steps import BackLoop, BackStep, Loop, Unrollable
-from spmd.autodiff.tape import Tape, redirected
+from spmd.autodiff.tape import Node, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import lower, on, unstated
 from spmd.autodiff.transforms import joint
@@ -97,7 +97,9 @@ class _RecordedLoop(RecordedSteps):
         self.starts = [k for k, x in enumerate([*carry, *self.slices]) if on(x, self.tape)]
         parents = [[*carry, *self.slices][k].node for k in self.starts]
         traced = joint(
-            self.step.where, self.tape, [*parents, *self.step_tape.closed], [found[k] for k in self.places], self.pull
+            *(self.step.where, self.tape, [*parents, *self.step_tape.closed]),
+            *([found[k] for k in self.places], self.pull),
+            sums=True,
         )
         for k, x in zip(self.places, traced, strict=True):
             found[k] = x
@@ -142,6 +144,7 @@ class _RecordedLoop(RecordedSteps):
             if not more:
                 return self.step_tape.carry, self.step_tape.ys
             self.traced |= more
+            self.drop()
 
     def _called(self, outs: list[Any], count: int) -> dict[int, Any]:
         """The loop as a line of each program: its results."""
@@ -158,20 +161,24 @@ class _RecordedLoop(RecordedSteps):
 
     # Back
 
-    def pull(self, gs: list[Any]) -> list[Any]:
-        """The cotangents of the traced first carry and slices, and of what the step closes over."""
+    def pull(self, gs: list[Any], arrived: Sequence[tuple[Node, Any]]) -> list[Any]:
+        """The cotangents of the traced first carry and slices, and of what the step closes over, added to those that
+        have arrived."""
         count, total = len(self.step_tape.carry), len(self.step_tape.carry) + len(self.step_tape.ys)
         by_place = dict(zip(self.places, gs, strict=True))
         gs = [by_place.get(k) for k in range(total)]
         rec = current()
-        if rec is None or rec.programs != self.rec.programs or any(type(g) is Array and g.tape is not None for g in gs):
-            return self._unrolled_pull(gs[:count], gs[count:])
+        traced = any(type(g) is Array and g.tape is not None for g in [*gs, *(g for _, g in arrived)])
+        if rec is None or rec.programs != self.rec.programs or traced:
+            before = Arrived(self.starts, self.step_tape.closed, arrived)
+            return self._unrolled_pull(before.cotangents(gs[:count]), gs[count:], before)
         self.rec = rec
-        return self._recorded_pull(gs[:count], gs[count:])
+        before = Arrived(self.starts, self.step_tape.closed, arrived, count)
+        return self._recorded_pull(before.cotangents(gs[:count]), gs[count:], before)
 
-    def _unrolled_pull(self, carry: list[Any], ys: list[Any]) -> list[Any]:
+    def _unrolled_pull(self, now: Cotangents, ys: list[Any], before: Arrived) -> list[Any]:
         """The same by a tape of all steps, which can be differentiated again."""
-        count, side = len(carry), Tape()
+        count, side = len(now.carry), Tape()
         assert self.tape is not None
         with redirected([(self.tape, side)], step=True):
             whole = StepTape(
@@ -182,64 +189,89 @@ class _RecordedLoop(RecordedSteps):
                 self.below[count:],
                 self.traced,
             )
-        now = Cotangents(carry, {}, {})
         now.ys = ys
-        now = whole.pull(now, True, free=True)
-        found = [now.carry[k] if k < count else now.slices.get(k - count) for k in self.starts]
-        return [*found, *(now.closed.get(id(node)) for node in self.step_tape.closed)]
+        now = whole.pull(now, True, free=True, arrived=before, first=True)
+        of_leaves = {**dict(enumerate(now.carry)), **{k + count: g for k, g in now.slices.items()}}
+        return before.sums(of_leaves, {}, now.closed)
 
-    def _recorded_pull(self, carry: list[Any], g_ys: list[Any]) -> list[Any]:
-        """Record the way back through the last step, the one before, until one serves all further steps."""
+    def _recorded_pull(self, now: Cotangents, g_ys: list[Any], before: Arrived) -> list[Any]:
+        """Record the way back through the last step, the one before, until one serves all further steps, and that
+        through the first step if it adds to what has arrived."""
+        carry, n = now.carry, len(self.order)
         ys = [j for j, g in enumerate(g_ys) if g is not None]
-        same = {j for j, _ in self.step_tape.same} if len(self.order) > 1 else set()
+        same = {j for j, _ in self.step_tape.same} if n > 1 else set()
         earlier = [p for p, j in enumerate(ys) if j in same]
-        now, form, steps, of_slices = Cotangents(carry, {}, {}), None, [], {}
-        for at in range(len(self.order) - 1, -1, -1):
-            before, form = form, _form(now)
-            if form == before and at < len(self.order) - 2:
-                break
-            now = self._recorded_back(now, [g if j in ys else None for j, g in enumerate(g_ys)], earlier, at)
+        last = [*(g for g in carry if g is not None), *now.closed.values()]
+        form, steps, of_slices, first = None, [], {}, self._first_differs(before, bool(earlier))
+        at = n - 1
+        while at >= 0:
+            known, form = form, _form(now)
+            if form == known and at < n - 2:
+                if not first:
+                    break
+                at = 0
+            now = self._recorded_back(now, g_ys, earlier, at, before)
             slices = dict(sorted(now.slices.items()))
             of_slices.update(slices)
             outputs = [*(g for g in now.carry if g is not None), *now.closed.values(), *slices.values()]
             steps.append({w: BackStep(r, self.pieces(outputs, w), [*slices]) for w, r in self.regions.items()})
-        starts = [g for g in carry if g is not None] + [g_ys[j] for j in ys]
-        results = self._called_back(steps, starts, len(ys), earlier)
+            at -= 1
+        arrived = [start.g for start in before.starts.values() if start.g is not None]
+        results = self._called_back(
+            steps, [*last, *arrived, *(g_ys[j] for j in ys)], (len(arrived), len(ys)), earlier, first
+        )
         kinds = [*((k, g) for k, g in enumerate(now.carry) if g is not None), *now.closed.items()]
         values = [self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (_, g) in enumerate(kinds)]
         present = sum(g is not None for g in now.carry)
         of_carry = dict(zip((k for k, _ in kinds[:present]), values[:present], strict=True))
         closed = dict(zip(now.closed, values[present:], strict=True))
         stacks = {
-            len(carry) + k: self.rec.like(g, {w: r[len(kinds) + p] for w, r in results.items()}, len(self.order))
+            len(carry) + k: self.rec.like(g, {w: r[len(kinds) + p] for w, r in results.items()}, n)
             for p, (k, g) in enumerate(sorted(of_slices.items()))
         }
-        found = [of_carry.get(k) if k < len(carry) else stacks.get(k) for k in self.starts]
-        return [unstated(g) for g in (*found, *(closed.get(id(node)) for node in self.step_tape.closed))]
+        return [*map(unstated, before.sums(of_carry, stacks, closed))]
 
-    def _recorded_back(self, now: Cotangents, g_ys: list[Any], earlier: Sequence[int], at: int) -> Cotangents:
+    def _first_differs(self, before: Arrived, earlier: bool) -> bool:
+        """Whether the way back through the first step is one of its own: for what has arrived, for nodes that are
+        there twice, because no y comes before, or for cotangents of arguments, which may come later."""
+        names = [start.name for start in before.starts.values()]
+        twice = len({*names}) < len(names) or not before.closed.keys().isdisjoint(names)
+        leaves = {id(self.step_tape.leaves[k]) for k in before.starts}
+        deferred = any(
+            n.prim and n.prim.defer and not leaves.isdisjoint(map(id, n.parents)) for n in self.step_tape.side.nodes
+        )
+        return earlier or twice or deferred or any(start.g is not None for start in before.starts.values())
+
+    def _recorded_back(
+        self, now: Cotangents, g_ys: list[Any], earlier: Sequence[int], at: int, arrived: Arrived
+    ) -> Cotangents:
         """Record the way back through step number `at`, for cotangents of the form of `now`."""
         ys = [j for j, g in enumerate(g_ys) if g is not None]
-        with self.region():
+        with self.region({w: loop.region for w, loop in self.loops.items()}):
             inputs = Cotangents([None if g is None else self.stand_in(g) for g in now.carry], {}, {})
             inputs.closed = {k: self.stand_in(g) for k, g in now.closed.items()}
+            if at == 0:
+                found = arrived.starts.items()
+                arrived = arrived.over({k: None if s.g is None else self.stand_in(s.g) for k, s in found})
             rows = [None if g is None else g[self.order[at]] for g in g_ys]
             inputs.ys = [None if g is None else self.stand_in(g) for g in rows]
-            before = {ys[p]: self.stand_in(rows[ys[p]]) for p in earlier}
+            before = {ys[p]: self.stand_in(rows[ys[p]]) for p in earlier if at}
             inputs.earlier = [before.get(j) for j in range(len(g_ys))]
-            out = self.step_tape.pull(inputs, at == len(self.order) - 1, free=False)
+            out = self.step_tape.pull(inputs, at == len(self.order) - 1, free=False, arrived=arrived, first=at == 0)
         self.cut({w: [*loop.region.inputs, *loop.region.produced] for w, loop in self.loops.items()})
         return out
 
-    def _called_back(self, steps: list[Any], starts: list[Any], ys: int, earlier: Sequence[int]) -> dict[int, Any]:
+    def _called_back(
+        self, steps: list[Any], gs: list[Any], counts: tuple[int, int], earlier: Sequence[int], first: bool
+    ) -> dict[int, Any]:
         """The way back as a line of each program: its results."""
         lines, slices = {}, self.below[len(self.step_tape.carry) :]
         for w, loop in self.loops.items():
             loop.pulls += 1
-            back = BackLoop(loop, [s[w] for s in steps], ys, earlier, self.once, f"{self.name}_back")
-            pieces = [*self.pieces([*starts, *slices], w), *self.outer(w, back.outer)]
+            back = BackLoop(loop, [s[w] for s in steps], first, counts, earlier, self.once, f"{self.name}_back")
+            pieces = [*self.pieces([*gs, *slices], w), *self.outer(w, back.outer)]
             lines[w] = back, [self.saved[w], *pieces]
-        if self.states is None:
+        if self.states is None or any(loop.pulls > 1 for loop in self.loops.values()):
             self._save_again()
         regions = [loop.region for loop in self.loops.values()] + [b.region for s in steps for b in s.values()]
         return self.rec.call(lines, regions)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from spmd.array import PartitionedArray
-from spmd.autodiff.loops.taped import Cotangents, StepTape
+from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackBranches, Branches, Region, Unrollable, While
+from spmd.autodiff.tape import Node
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import lower, on, unstated
 from spmd.autodiff.transforms import joint
 from spmd.errors import ClosureError, DifferentiationError, JitError, LayoutError, describe
 from spmd.global_ops.resharding import reshard
+from spmd.layout import Layout
 from spmd.loops.recording import RecordedSteps, Recording, adopted, current
 from spmd.loops.steps import array_leaf, is_number, layout_of_leaf
 from spmd.mesh import Worker
@@ -110,7 +112,7 @@ class _RecordedCond(RecordedSteps):
         self.closed = {id(node): node for run in self.runs for node in run.closed}
         self.starts = [k for k, x in enumerate(self.leaves) if on(x, self.tape)]
         parents = [*(self.leaves[k].node for k in self.starts), *self.closed.values()]
-        traced = joint(self.where, self.tape, parents, [found[k] for k in self.places], self.pull)
+        traced = joint(self.where, self.tape, parents, [found[k] for k in self.places], self.pull, sums=True)
         for k, x in zip(self.places, traced, strict=True):
             found[k] = x
         return found, structure
@@ -176,12 +178,12 @@ class _RecordedCond(RecordedSteps):
         self.below = [x if self.tape is None else lower(x, self.tape) for x in self.leaves]
         with self._quiet():
             if self.tape is None:
-                with self.region():
+                with self.region(whole=True):
                     _, outs = step([], [self.stand_in(x) for x in self.below])
                 self.forward.append(self.cut())
                 return outs
             traced = {k for k, x in enumerate(self.leaves) if on(x, self.tape)}
-            run = self.taped(step, [], self.below, traced)
+            run = self.taped(step, [], self.below, traced, whole=True)
         self.forward.append(self.regions)
         self.runs.append(run)
         if self.apart and run.closed:
@@ -190,29 +192,46 @@ class _RecordedCond(RecordedSteps):
 
     # Back
 
-    def pull(self, gs: list[Any]) -> list[Any]:
-        """The cotangents of the operands, and of what the functions close over."""
+    def pull(self, gs: list[Any], arrived: Sequence[tuple[Node, Any]]) -> list[Any]:
+        """The cotangents of the operands, and of what the functions close over, added to those that have arrived."""
         rec = current()
-        if rec is None or rec.programs != self.rec.programs or any(type(g) is Array and g.tape is not None for g in gs):
+        own = [g for _, g in arrived]
+        if rec is None or rec.programs != self.rec.programs or any(type(g) is Array and g.tape for g in [*gs, *own]):
             raise Unrollable
         self.rec = rec
         by_place = dict(zip(self.places, gs, strict=True))
         all_gs = [by_place.get(k) for k in range(len(self.likes))]
+        kinds, back, outputs = self._recorded_back(all_gs, arrived, {})
+        if unequal := {k: g.reduced.layout for k, g in kinds.items() if any(_differ(g, o.get(k)) for o in outputs)}:
+            kinds, back, outputs = self._recorded_back(all_gs, arrived, unequal)
+        results = self._called_back(back, outputs, kinds, [g for g in [*all_gs, *own] if g is not None])
+        values = {k: self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (k, g) in enumerate(kinds.items())}
+        return [unstated(g) if g is not None else None for g in map(values.get, [*self.starts, *self.closed])]
+
+    def _recorded_back(
+        self, gs: list[Any], arrived: Sequence[tuple[Node, Any]], layouts: Mapping[Any, Layout]
+    ) -> tuple[dict[Any, Any], list[Any], list[Any]]:
+        """Record the way back through both functions: of each sum a value like it; the regions; the sums of each.
+
+        layouts: those of sums that would lie differently in the two."""
         kinds: dict[Any, Any] = {}
         back, outputs = [], []
         for which, run in enumerate(self.runs):
-            with self._quiet(), self.region():
+            with self._quiet(), self.region(self.forward[which], whole=True):
                 now = Cotangents([], {}, {})
-                now.ys = [None if g is None else self.stand_in(g) for g in all_gs]
-                out = run.pull(now, True, free=False)
-                found = {k: _settled(g, kinds.get(k)) for k, g in [*out.slices.items(), *out.closed.items()]}
+                now.ys = [None if g is None else self.stand_in(g) for g in gs]
+                so_far = [None if g is None else self.stand_in(g) for _, g in arrived]
+                nodes = [node for node, _ in arrived]
+                before = Arrived(self.starts, [*self.closed.values()], [*zip(nodes, so_far, strict=True)])
+                now.closed = before.closed  # of both functions, so that both give the sum of a node in one place
+                out = run.pull(now, True, free=False, arrived=before, first=True)
+                sums = {**out.slices, **out.closed}
+                found = {k: reshard(g.reduced, layouts[k]) if k in layouts else g for k, g in sums.items()}
             of_forward = self.forward[which]
             back.append(self.cut({w: [*r.inputs, *r.produced] for w, r in of_forward.items()}))
             outputs.append(found)
             kinds.update({k: g for k, g in found.items() if k not in kinds})
-        results = self._called_back(back, outputs, kinds, [g for g in all_gs if g is not None])
-        values = {k: self.rec.like(g, {w: r[p] for w, r in results.items()}) for p, (k, g) in enumerate(kinds.items())}
-        return [unstated(g) if g is not None else None for g in map(values.get, [*self.starts, *self.closed])]
+        return kinds, back, outputs
 
     def _called_back(self, back: list[Any], outputs: list[Any], kinds: dict[Any, Any], gs: list[Any]) -> dict[int, Any]:
         """The way back as a line of each program: its results."""
@@ -252,9 +271,6 @@ def _size(piece: Any) -> tuple[Any, Any]:
     return np.shape(value), getattr(value, "dtype", np.dtype(float))
 
 
-def _settled(g: Any, like: Any) -> Any:
-    """A cotangent of a global array without unreduced axes, laid out as another one; anything else unchanged."""
-    if type(g) is not PartitionedArray:
-        return g
-    g = g.reduced
-    return g if like is None or like.layout == g.layout else reshard(g, like.layout)
+def _differ(g: Any, other: Any) -> bool:
+    """Whether two sums are global arrays that lie differently."""
+    return type(g) is PartitionedArray and type(other) is PartitionedArray and g.layout != other.layout

@@ -100,14 +100,14 @@ def _stacked(layout: Layout, n: int) -> Layout:
 class RecordedSteps:
     """Functions whose lines are cut out of the programs, to be run by one line.
 
-    token: what marks the values within. noted: by worker, the stand-ins that the lines take, by number.
+    live: the regions that lines are made of. noted: by worker, the stand-ins that the lines take, by number.
     tape: the one that records the call; None if nothing is differentiated.
     """
 
     def __init__(self, rec: Recording, where: str):
         self.rec, self.where = rec, where
-        self.token = object()
         self.regions: dict[int, Region] = {}
+        self.live: list[Region] = []
         self.noted: dict[int, dict[int, Any]] = {w: {} for w in rec.programs}
         self.tape: Tape | None = None
 
@@ -116,9 +116,12 @@ class RecordedSteps:
         return self.where.removeprefix("spmd.").replace(" of ", "_")
 
     @contextmanager
-    def region(self) -> Iterator[None]:
-        """What is done within the block becomes lines of regions of their own, which `cut` takes out."""
-        self.regions = {w: Region(program, self.token) for w, program in self.rec.programs.items()}
+    def region(self, after: Mapping[int, Region] | None = None, whole: bool = False) -> Iterator[None]:
+        """What is done within the block becomes lines of regions of their own, which `cut` takes out.
+
+        after: by worker a region whose values these may use. whole: no line stays outside."""
+        programs = self.rec.programs.items()
+        self.regions = {w: Region(program, None if after is None else after[w], whole) for w, program in programs}
         for region in self.regions.values():
             region.open()
         try:
@@ -133,7 +136,13 @@ class RecordedSteps:
             region.cut(() if more is None else more[w])
             self.noted[w].update(region.noted)
             region.noted = {}
+        self.live += self.regions.values()
         return self.regions
+
+    def drop(self) -> None:
+        """The regions of the last block are not used."""
+        dropped = [*self.regions.values()]
+        self.live = [region for region in self.live if region not in dropped]
 
     def stand_in(self, x: Any) -> Any:
         """What stands for a value that changes from call to call."""
@@ -147,7 +156,11 @@ class RecordedSteps:
     def pieces(self, values: Sequence[Any], w: int) -> list[Any]:
         """What a program has for some values; they may come from outside of the regions."""
         pieces = [self.rec.piece(x, w) for x in values]
-        self.noted[w].update((x.index, x) for x in pieces if is_slot(x))
+        steps = self.rec.programs[w].steps
+        for x in filter(is_slot, pieces):
+            if steps is not None and steps.inside.get(x.index) not in self.live:
+                steps.note(x)
+            self.noted[w][x.index] = x
         return pieces
 
     def tried(self, step: Flat, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any], set[Tape]]:
@@ -167,13 +180,16 @@ class RecordedSteps:
             new, ys = step(stand_ins[:count], stand_ins[count:])
         traced |= {tape for tape, side in pairs if closure_nodes(tape, side, [*new, *ys])}
         self.cut()
+        self.drop()
         return new, ys, traced
 
-    def taped(self, step: Flat, carry: Sequence[Any], x: Sequence[Any], traced: set[int]) -> StepTape:
+    def taped(
+        self, step: Flat, carry: Sequence[Any], x: Sequence[Any], traced: set[int], whole: bool = False
+    ) -> StepTape:
         """A step on stand-ins for these leaves, with those at the positions `traced` on the tape."""
         assert self.tape is not None
         side = Tape()
-        with self.region():
+        with self.region(whole=whole):
             values = [self.stand_in(v) for v in (*carry, *x)]
             with redirected([(self.tape, side)], step=True):
                 run = StepTape(step, self.tape, side, values[: len(carry)], values[len(carry) :], traced)

@@ -92,7 +92,7 @@ def vary(x: Array, state: State) -> Array:
     if x.tape is None:
         return Array(x.value, state)
     if x.tape.outer is not None:
-        with x.tape.before_step(x.node):
+        with x.tape.before_steps(x):
             return _varied_once(x, state)
     return _varied_once(x, state)
 
