@@ -15,8 +15,8 @@ from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.dispatch import place_of_out
 from spmd.autodiff.primitive import Method, name_of
 from spmd.autodiff.staging.function_tables import NO_NUMBER
-from spmd.autodiff.staging.recorder import is_over, is_slot
-from spmd.autodiff.staging.together import RECORDING, check_values
+from spmd.autodiff.staging.recorder import is_slot
+from spmd.autodiff.staging.together import RECORDING, check_values, is_over
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, LayoutError, MissingMethodError, describe
@@ -113,9 +113,7 @@ class PartitionedArray:
     def settled(self) -> PartitionedArray:
         """The array with its sums taken if they are known, else the array. Sends nothing."""
         known = self._reduced
-        if known is None or known.blocks is DONATED or any(map(is_over, known.__spmd_parts__())):
-            return self
-        return known
+        return self if known is None or known.blocks is DONATED or is_over(known) else known
 
     @property
     def ndim(self) -> int:

@@ -15,8 +15,8 @@ from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.dtypes import dtype_name
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import is_over, is_slot, one_line, slot_of
-from spmd.autodiff.staging.together import at_worker
+from spmd.autodiff.staging.recorder import is_slot, one_line, slot_of
+from spmd.autodiff.staging.together import at_worker, is_over
 from spmd.autodiff.tracer import USUAL, Array, value_of
 from spmd.errors import MeshError, SpecError, nearest
 from spmd.global_functions import function_of
@@ -346,7 +346,7 @@ def copied_to_all(x, mesh: Mesh) -> Any:
 def _copied_once(x: Any, mesh: Mesh, copies: dict[Any, Any]) -> Any:
     value, key = value_of(x), (getattr(x, "node", None), mesh)
     copy = copies.get(key)
-    if copy is None or any(map(is_over, value_of(copy).__spmd_parts__())):
+    if copy is None or is_over(value_of(copy)):
         copy = copies[key] = move_to_layout(x, None, mesh.layout(np.shape(value), P()), mesh, on_device(value))
     return copy
 

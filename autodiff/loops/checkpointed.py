@@ -111,8 +111,8 @@ class _LoopReplay(Replay):
         return super().pull(values, [*gs, *(g for _, g in arrived)])
 
     def swept(self, values: list, gs: list) -> list:
-        """Run the steps again and sweep back: the sums of the cotangents of the differentiated leaves and of closed-over
-        nodes, with those that have arrived before, which are the last of gs."""
+        """Run the steps again and sweep back: the sums of the cotangents of the differentiated leaves and of
+        closed-over nodes, with those that have arrived before, which are the last of gs."""
         loop, n, count = self.loop, len(self.loop.order), self.loop.count
         gs, arrived = gs[: -len(self.nodes)], gs[-len(self.nodes) :]
         before = Arrived([*self.differentiated], self.closed, [*zip(self.nodes, arrived, strict=True)], count)

@@ -23,19 +23,7 @@ from spmd.autodiff.staging.function_tables import BY_VALUE, IN_PLACE, METADATA, 
 from spmd.autodiff.staging.program import COMM, Built, Line, Ref, ValueInfo, collect, execute, mapped, refs
 from spmd.errors import JitError, MissingMethodError, caller
 
-__all__ = [
-    "Number",
-    "Program",
-    "Slot",
-    "bared",
-    "checked",
-    "is_over",
-    "is_slot",
-    "one_line",
-    "opaque_line",
-    "slot_of",
-    "slots",
-]
+__all__ = ["Number", "Program", "Slot", "bared", "checked", "is_slot", "one_line", "opaque_line", "slot_of", "slots"]
 NO_KWARGS: dict[str, Any] = {}
 
 
@@ -288,11 +276,6 @@ def slots(tree: Any) -> list[Any]:
     return collect(tree, _Recorded)
 
 
-def is_over(x: Any) -> bool:
-    """Whether x stands for a value of a step of a loop, which has been recorded."""
-    return isinstance(x, _Recorded) and x.program.steps is not None and x.program.steps.is_over(x)
-
-
 def slot_of(x: Any) -> Any:
     """The value of a stand-in; anything else unchanged."""
     return x.value if isinstance(x, _Recorded) else x
@@ -491,10 +474,7 @@ class Program:
 
         inputs: the numbers of values. outputs: slots, values as `Ref`, or anything else, unchanged."""
         self.check()
-        if self.steps is not None:
-            for x in slots(list(outputs)):
-                self.steps.note(x)
-        results = [Ref(x.index) if isinstance(x, _Recorded) else x for x in outputs]
+        results = [self._as_argument(x) if isinstance(x, _Recorded) else x for x in outputs]
         lines, inputs = self.lines[start:stop], self.inputs if inputs is None else inputs
         return Built(lines, self.likes, self.small, inputs, results, name)
 

@@ -250,8 +250,9 @@ class BackLoop:
     It gives the cotangents of the first carry and of closed-over values, and those of the slices, stacked.
 
     steps: the ways back through the last step, the one before, and so on; the last of them serves all further steps.
-    first: whether the last of `steps` is that through the first step only, which adds to the cotangents of the first carry
-    that have arrived. counts: how many of these there are, and of cotangents of stacked ys; earlier: those of which the step before is needed too.
+    first: whether the last of `steps` is that through the first step only, which adds to the cotangents of the first
+    carry that have arrived. counts: how many of these there are, and of cotangents of stacked ys; earlier: those of
+    which the step before is needed too.
     once: whether there is only one way back, so that what is kept of a step is released after its use.
     outer: the numbers of the values from outside that the steps use. kept: how many values of each step they use.
     """

@@ -16,7 +16,7 @@ from spmd.autodiff.staging.program import mapped
 from spmd.autodiff.staging.recorder import NO_KWARGS, Program, is_slot, slots
 from spmd.errors import JitError, describe
 
-__all__ = ["RECORDING", "Together", "at_worker", "check_values", "recorded_by"]
+__all__ = ["RECORDING", "Together", "at_worker", "check_values", "is_over", "recorded_by"]
 
 RECORDING: ContextVar[Together | None] = ContextVar("spmd_recording", default=None)
 """The programs that record a function of global arrays; None where none is recorded."""
@@ -126,3 +126,9 @@ def recorded_by(programs: Together) -> Iterator[None]:
         yield
     finally:
         RECORDING.reset(token)
+
+
+def is_over(x: Any) -> bool:
+    """Whether a global array is one of a step of a loop that has been recorded: outside of it there are no values."""
+    parts = filter(is_slot, x.__spmd_parts__())
+    return any(part.program.steps is not None and part.program.steps.is_over(part) for part in parts)

@@ -1,4 +1,4 @@
-"""Loops at random: steps of random operations, in bodies and on global arrays, for comparisons of programs with Python."""
+"""Loops at random: steps of random operations, in bodies and on global arrays, to compare programs with Python."""
 
 from __future__ import annotations
 

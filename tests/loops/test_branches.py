@@ -1,12 +1,12 @@
-"""Branches: `spmd.cond` and `spmd.while_loop`, by Python and recorded, where workers go one way and where they differ."""
+"""Branches: `spmd.cond` and `spmd.while_loop`, by Python and recorded; workers go one way or differ."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from loops.random_recorded import bits
 
 import spmd
+from loops.random_recorded import bits
 from spmd import P
 from spmd.errors import ClosureError, LayoutError, StateError
 

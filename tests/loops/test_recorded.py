@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import PROGRAMS, each_mpi, launch
-from loops.random_recorded import bits, job
 from mpi_programs import recorded_loops
 
 import spmd
+from loops.random_recorded import bits, job
 from spmd import P, optim
 from spmd.errors import JitError
 
@@ -131,8 +131,8 @@ def test_several_loops_share_arrays(at):
     def f(u, w):
         step = lambda c, x: (np.tanh(c @ w) + x * u, c.sum(0))
         a, some = spmd.scan(step, u, np.ones((4, 1)))
-        b, more = spmd.scan(step, a, np.ones((3, 1)), reverse=True)
-        _, unused = spmd.scan(step, b, np.ones((2, 1)))
+        b, _ = spmd.scan(step, a, np.ones((3, 1)), reverse=True)
+        spmd.scan(step, b, np.ones((2, 1)))
         return loss([a, b, a * b, some * 0.5, u @ w])
 
     check(at(f), OTHERS, (0, 1))
@@ -147,7 +147,7 @@ def test_slices_that_a_step_closes_over():
 
     for at in (whole, in_body):
         for run in (at(f), spmd.jit(at(f))):
-            value, (gu, gw) = spmd.value_and_grad(run, (0, 1))(U, W)
+            _, (gu, gw) = spmd.value_and_grad(run, (0, 1))(U, W)
             plain = spmd.grad(f, (0, 1))(U.numpy(), W.numpy())
             if at is whole:
                 np.testing.assert_allclose(gu.numpy(), plain[0], rtol=1e-10)

@@ -1,4 +1,4 @@
-"""Recorded loops and branches at random: digests of values and gradients by programs and by Python. With any transport."""
+"""Recorded loops and branches at random: digests of values and gradients. With any transport."""
 
 from __future__ import annotations
 
