@@ -21,6 +21,7 @@ from spmd.loops.recorded_branches import closed_over, recorded_cond, recorded_wh
 from spmd.loops.recording import current
 from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, state_of_leaf, where_of
 from spmd.mesh import WORKER, Worker
+from spmd.operators.apply import splice_apart
 from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.varying import vary
 from spmd.state import State, state_of
@@ -73,7 +74,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
 
     both = branch(true_fun), branch(false_fun)
     recording = current()
-    if recording is not None and _is_recorded(pred):
+    if recording is not None and (varying or _is_recorded(pred)):
         outs, out_structure = recorded_cond(recording, where, pred, both, leaves, varying)
         return tree.unflatten(out_structure, outs)
     taken = both[0] if _truth(pred) else both[1]
@@ -229,8 +230,7 @@ def _run_apart(where: str, taken: Callable, leaves: list[Any]) -> tuple[list[Any
         others = [node for node in closure_nodes(tape, side, outs) if id(node) not in given]
         if others:
             raise closed_over(where, len(others))
-        for node in side.nodes:
-            tape.open.append(node)
+        splice_apart(tape, side)
     return outs, structure
 
 

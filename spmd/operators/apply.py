@@ -15,7 +15,7 @@ from spmd.autodiff.apply import NO_OPTIONS, weak
 from spmd.autodiff.primitive import Primitive
 from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import slot_of
-from spmd.autodiff.tape import Node
+from spmd.autodiff.tape import ACTIVE, Node, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous, copied
 from spmd.errors import caller
@@ -25,6 +25,7 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.operators import algebra
 from spmd.operators.base import NUMBERS, Collective, use_application
 from spmd.operators.blocks import bare_block, owned_block
+from spmd.operators.partial_comm import whole_comm
 from spmd.operators.plan_cache import Prepared, call_of, prepared_for
 from spmd.operators.sums import Vary
 from spmd.operators.varying import admitted, outside, vary
@@ -234,6 +235,30 @@ _MOVE = Primitive(
     rules=(lambda g, ans, op, x, y: op.pull(g, x, y),),
     defer=lambda sweep_state, g, leaf, op, x, y: op.defer(sweep_state, g, leaf),
 )
+
+
+def _pull_apart(g: Any, _ans: Any, op: Collective, x: Any, y: Any) -> Any:
+    worker, pairs = here(f"spmd.{op.function}"), [(tape, Tape(tape.once)) for tape in ACTIVE.get()]
+    comm = whole_comm(worker.comm)
+    number = comm.number
+    with redirected(pairs):
+        found = op.pull(g, x, y)
+    comm.number = number
+    for tape, side in pairs:
+        splice_apart(tape, side)
+    return found
+
+
+_APART = Primitive(None, "collective", rules=(_pull_apart,))
+
+
+def splice_apart(tape: Tape, side: Tape) -> None:
+    """Record what a part of a body recorded that some workers do not run: its collectives, and those of its derivatives
+    of every order, are not counted."""
+    for node in side.nodes:
+        if node.prim is _MOVE:
+            node.prim, node.pulls = _APART, _APART.rules
+        tape.open.append(node)
 
 
 _functions: Any = SimpleNamespace(
