@@ -156,7 +156,9 @@ def test_loose_ends_are_those_alone_that_see_padding(offsets):
 
 
 def test_what_slabs_make_is_not_made_in_the_block(monkeypatch):
-    """By NumPy alone, of a block its rows' ends, and of its two slabs theirs: not the block's first and last rows. Small blocks have no slabs."""
+    """By NumPy alone, of a block its rows' ends, and of its two slabs theirs: not the block's first and last rows.
+
+    Small blocks have no slabs."""
     shapes, side_sums = [], neighbours._side_sums
     monkeypatch.setattr(neighbours, "_side_sums", lambda out, *rest: shapes.append(out.shape) or side_sums(out, *rest))
     x = np.random.default_rng(0).normal(size=(600, 120))

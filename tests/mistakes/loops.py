@@ -188,7 +188,7 @@ STEPS = [
             "spmd.scan of ndarray: argument f",
             "ndarray float64[3]",
             "a function",
-            "the function first",
+            "as in lambda x",
         ),
         (
             "ys of two shapes",
