@@ -99,7 +99,10 @@ def peak(run) -> float:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("states", "jit"), [(20, False), (20, True), (100, True)])
+@pytest.mark.parametrize(
+    ("states", "jit"),
+    [(20, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((20, False), (100, True)))],
+)
 def test_states_in_bytes(states, jit, uncollected):
     """Beside the states there are the values of one step, their cotangents, the result, and what is no array."""
     mesh = spmd.Mesh(x=1, transport="local")
