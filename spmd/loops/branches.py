@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
 
     def branch(f: Callable) -> Callable[[list[Any]], tuple[list[Any], Any]]:
         def flat(values: list[Any]) -> tuple[list[Any], Any]:
-            with _apart(worker, pred) if varying else _together():
+            with _apart(worker, pred) if varying else nullcontext():
                 outs, out_structure = tree.flatten(f(*tree.unflatten(structure, values)))
             return [_varied(array_leaf(x), state, worker) for x in outs] if varying else outs, out_structure
 
@@ -188,11 +188,6 @@ def _varied(x: Any, state: State, worker: Worker | None) -> Any:
         names = sorted(state.varying - known.state(x).varying)
         return known.vary(x, names, worker) if names else x
     return vary(x, state | x.state) if type(x) is Array else x
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    yield
 
 
 @contextmanager

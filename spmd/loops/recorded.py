@@ -19,7 +19,7 @@ from spmd.autodiff.transforms import joint
 from spmd.frontends import frontend
 from spmd.loops.recording import RecordedSteps, Recording, adopted, current
 from spmd.loops.steps import Step, is_number
-from spmd.mesh import WORKER, Worker
+from spmd.mesh import WORKER
 
 __all__ = ["recorded", "stacked", "unrolled"]
 
@@ -272,18 +272,9 @@ class _RecordedLoop(RecordedSteps):
             pieces = [*self.pieces([*gs, *slices], w), *self.outer(w, back.outer)]
             lines[w] = back, [self.saved[w], *pieces]
         if self.states is None or any(loop.pulls > 1 for loop in self.loops.values()):
-            self._save_again()
+            self.save_again(self.loops, self.forward, self.saved)
         regions = [loop.region for loop in self.loops.values()] + [b.region for s in steps for b in s.values()]
         return self.rec.call(lines, regions)
-
-    def _save_again(self) -> None:
-        """Run the recorded loop once more, for the values that the way back needs."""
-
-        def save(worker: Worker) -> None:
-            w = worker.index
-            *_, self.saved[w].value = self.loops[w](worker.comm, *map(slot_of, self.forward[w]))
-
-        self.rec.run(save)
 
 
 def _is_exact(x: Any, dtype: np.dtype) -> bool:

@@ -21,7 +21,6 @@ from spmd.global_ops.resharding import reshard
 from spmd.layout import Layout
 from spmd.loops.recording import RecordedSteps, Recording, adopted, current
 from spmd.loops.steps import array_leaf, is_number, layout_of_leaf
-from spmd.mesh import Worker
 
 __all__ = ["recorded_cond", "recorded_while"]
 
@@ -242,12 +241,8 @@ class _RecordedCond(RecordedSteps):
             line = BackBranches(branches, [r[w] for r in back], of_worker, keys, f"{self.name}_back")
             lines[w] = line, [self.saved[w], *self.pieces(gs, w), *self.outer(w, line.outer)]
 
-        def save(worker: Worker) -> None:
-            w = worker.index
-            *_, self.saved[w].value = self.lines[w](worker.comm, *map(slot_of, self.arguments[w]))
-
         with self._quiet():
-            self.rec.run(save)
+            self.save_again(self.lines, self.arguments, self.saved)
         return self.rec.call(lines, [r for regions in [*self.forward, *back] for r in regions.values()])
 
 

@@ -163,6 +163,17 @@ class RecordedSteps:
             self.noted[w][x.index] = x
         return pieces
 
+    def save_again(
+        self, lines: Mapping[int, Any], arguments: Mapping[int, list[Any]], saved: Mapping[int, Any]
+    ) -> None:
+        """Run lines once more, for what they now keep for the way back. All by worker; saved: what stands for it."""
+
+        def save(worker: Worker) -> None:
+            w = worker.index
+            *_, saved[w].value = lines[w](worker.comm, *map(slot_of, arguments[w]))
+
+        self.rec.run(save)
+
     def tried(self, step: Flat, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any], set[Tape]]:
         """What a step returns for stand-ins of these leaves, below all tapes, and the tapes that it closes over.
 
