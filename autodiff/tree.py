@@ -24,6 +24,7 @@ __all__ = [
     "leaf_positions",
     "leaves",
     "map",
+    "one_level",
     "paths",
     "prefix",
     "register",
@@ -109,6 +110,20 @@ def _leaf(none_is_leaf: bool) -> Any:
     if leaf is None:
         leaf = _LEAF_STRUCTURES[none_is_leaf] = optree.tree_structure(0, none_is_leaf=none_is_leaf, **_NAMESPACE)
     return leaf
+
+
+def one_level(node: Any) -> tuple[Sequence[Any], list[Any], Callable[[list[Any]], Any]] | None:
+    """The keys of a node's children, the children, and the function that makes such a node of others; None for a leaf.
+
+    Dictionaries keep their order. The keys of a named tuple are its fields.
+    """
+    if type(node) is dict:
+        return [*node], [*node.values()], lambda children: dict(zip(node, children, strict=True))
+    try:
+        children, metadata, keys, unflatten = optree.tree_flatten_one_level(node, **_NAMESPACE)
+    except ValueError:  # a leaf
+        return None
+    return getattr(node, "_fields", keys), children, lambda children: unflatten(metadata, children)
 
 
 def is_leaf(structure: Any) -> bool:

@@ -45,6 +45,7 @@ from spmd.placement import from_blocks, from_callback, put
 
 if TYPE_CHECKING:
     from spmd import functions as functions
+    from spmd import io as io
     from spmd import linear as linear
     from spmd import numpy as numpy
     from spmd import optim as optim
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
     from spmd.global_ops.resharding import reshard
     from spmd.inner_product import inner, norm
+    from spmd.io import ShapeDtypeStruct, load, save
     from spmd.jitted_functions import jit
     from spmd.linear import linear_operator
     from spmd.loops import cond, fori_loop, scan, while_loop
@@ -75,6 +77,7 @@ __all__ = [
     "Mesh",
     "P",
     "PartitionedArray",
+    "ShapeDtypeStruct",
     "accumulate",
     "all_gather",
     "all_to_all",
@@ -121,6 +124,7 @@ __all__ = [
     "linear_transpose",
     "linearize",
     "linspace",
+    "load",
     "log_softmax",
     "make_mesh",
     "map",
@@ -151,6 +155,7 @@ __all__ = [
     "repartition",
     "replicate",
     "reshard",
+    "save",
     "scan",
     "scatter",
     "sendrecv",
@@ -194,10 +199,11 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
             "spmd.operators.stencil": ("stencil",),
             "spmd.inner_product": ("inner", "norm"),
+            "spmd.io": ("ShapeDtypeStruct", "load", "save"),
             "spmd.jitted_functions": ("jit",),
             "spmd.testing": ("check_adjoint",),
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),
         },
-        parts=("functions", "linear", "numpy", "optim", "random", "scipy", "solvers"),
+        parts=("functions", "io", "linear", "numpy", "optim", "random", "scipy", "solvers"),
     )

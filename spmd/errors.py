@@ -14,7 +14,9 @@ from types import CodeType
 from typing import Any, Self
 
 __all__ = [
+    "CheckpointError",
     "ClosureError",
+    "CorruptCheckpointError",
     "DeadlockError",
     "DifferentiationError",
     "DonatedError",
@@ -133,6 +135,14 @@ class DonatedError(_Located, RuntimeError):
 
 class ReplicaError(_Located, RuntimeError):
     """An Invariant array that differs between workers, or parameters that are not used alike on all workers."""
+
+
+class CheckpointError(_Located, RuntimeError):
+    """A checkpoint that cannot be saved or loaded: a path, a leaf, a name or a shape that does not fit."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written."""
 
 
 class StallError(_Located, RuntimeError):

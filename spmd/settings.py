@@ -64,6 +64,7 @@ SETTINGS = {
     "SPMD_TRACEBACK": _one_of("full"),
     "SPMD_MPI_CUDA": _switch(False),
     "SPMD_NCCL_FIXED_ORDER": _switch(False),
+    "SPMD_FSYNC": _switch(True),
 }
 """The settings by name. A variable with an empty text counts as not set."""
 

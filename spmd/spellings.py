@@ -147,7 +147,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "select": "np.where(mask, x, y)",
         "nn": "spmd.functions",
         "eval_shape": "call the function: shapes follow from the blocks",
-        "ShapeDtypeStruct": "np.empty(shape, dtype)",
         "make_jaxpr": "spmd.jit(f).text()",
         "PartitionSpec": 'spmd.P("x", None)',
         **dict.fromkeys(("NamedSharding", "PositionalSharding"), 'spmd.put(x, spmd.P("x"), mesh)'),

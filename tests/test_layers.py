@@ -51,6 +51,7 @@ LEVELS = [
     {"jitted_functions"},
     {"linear"},
     {"functions", "random", "optim", "optim_numbers", "solvers"},
+    {"io"},
     {"bench"},
     {"ledger", "debug", "info"},
     {"numpy", "scipy"},

@@ -26,6 +26,7 @@ GOOD = {
     "SPMD_TRACEBACK": {"full": "full"},
     "SPMD_MPI_CUDA": {"0": False, "1": True},
     "SPMD_NCCL_FIXED_ORDER": {"0": False, "1": True},
+    "SPMD_FSYNC": {"0": False, "1": True},
 }
 BAD = [
     "abc",

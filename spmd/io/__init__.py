@@ -1,0 +1,22 @@
+"""Checkpoints: save and load trees of arrays, on any mesh."""
+
+from typing import TYPE_CHECKING
+
+from spmd.lazy_imports import lazy_attributes
+
+if TYPE_CHECKING:
+    from spmd.io.loading import load
+    from spmd.io.saving import save
+    from spmd.io.structs import ShapeDtypeStruct
+
+__all__ = ["ShapeDtypeStruct", "load", "save"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        {
+            "spmd.io.loading": ("load",),
+            "spmd.io.saving": ("save",),
+            "spmd.io.structs": ("ShapeDtypeStruct",),
+        },
+    )

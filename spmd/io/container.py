@@ -1,0 +1,154 @@
+"""safetensors files: the header that names each tensor, its type, shape and place, and then the bytes of all.
+
+https://huggingface.co/docs/safetensors gives the format. Any reader of it opens these files. They are written here as
+streams and read by ranges, because each chunk has a checksum, and no process may need a second copy of what it saves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spmd.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["Stored", "Tensor", "dtype_of", "header", "read_header", "stored_as"]
+
+_HEADER_MAX = 100 << 20
+"""The longest header that the format allows."""
+
+
+class Stored(NamedTuple):
+    """How the entries of a dtype lie in a file. code: the type that the header names. dtype: NumPy's name of it.
+    parts: how many of these make an entry, along a last dimension; 1: without that dimension."""
+
+    code: str
+    dtype: np.dtype
+    parts: int
+
+
+_CODES = {
+    "bool": "BOOL",
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+}
+_DTYPES = {code: name for name, code in _CODES.items()} | {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+}
+"""NumPy's names of the types that a header may name."""
+
+
+def dtype_of(name: str) -> np.dtype | None:
+    """The dtype of a name, as dtypes print it; None where there is none. Those of ml_dtypes have names too."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        pass
+    try:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+def stored_as(dtype: np.dtype) -> Stored | None:
+    """How a dtype is stored; None if it cannot be. Complex numbers are stored as pairs, bfloat16 and float8 as the
+    unsigned integers of their bits, which every reader knows."""
+    name = dtype.name
+    if name in _CODES:
+        return Stored(_CODES[name], np.dtype(name), 1)
+    if dtype.kind == "c" and dtype.itemsize in (8, 16):
+        part = np.dtype(f"float{4 * dtype.itemsize}")
+        return Stored(_CODES[part.name], part, 2)
+    if name.startswith(("bfloat", "float8")) and dtype.itemsize in (1, 2):
+        part = np.dtype(f"uint{8 * dtype.itemsize}")
+        return Stored(_CODES[part.name], part, 1)
+    return None
+
+
+class Tensor(NamedTuple):
+    """A tensor of a file. offset: of its first byte from the beginning of the file."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def dtype(self) -> np.dtype | None:
+        return dtype_of(_DTYPES[self.code]) if self.code in _DTYPES else None
+
+
+def header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """The beginning of a file of these tensors, and their offsets. A tensor: its name, type, shape and bytes."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ends = []
+    at = 0
+    for name, code, shape, nbytes in tensors:
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        ends.append(at)
+        at += nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, [8 + len(text) + start for start in ends]
+
+
+def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
+    """The tensors of a file, and its metadata. Raises CorruptCheckpointError where it is no safetensors file."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(size - 8, _HEADER_MAX):
+            raise _no_container(path, f"{size} bytes without the header of a safetensors file")
+        text = file.read(length)
+    try:
+        table = json.loads(text)
+        metadata = table.pop("__metadata__", {})
+        tensors = []
+        for name, entry in table.items():
+            start, stop = entry["data_offsets"]
+            tensors.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_container(path, f"a header that cannot be read ({error})") from None
+    for t in tensors:
+        fits = t.offset >= 8 + length and t.nbytes >= 0 and t.offset + t.nbytes <= size
+        if not fits or (t.dtype is not None and math.prod(t.shape) * t.dtype.itemsize != t.nbytes):
+            raise _no_container(path, f"a tensor {t.name!r} whose place or shape does not fit the file")
+    return tensors, metadata
+
+
+def _no_container(path: Path, got: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError.at(
+        f"the file {path}",
+        got=got,
+        need="a safetensors file",
+        mend="files of pickle, .npy or .pt are not read: save what they hold by spmd.save or as safetensors",
+    )
+
+
+def checked_dtype(tensor: Tensor, path: Path) -> np.dtype:
+    """The dtype of a tensor of a file that others wrote."""
+    dtype = tensor.dtype
+    if dtype is not None:
+        return dtype
+    raise CheckpointError.at(
+        f"the tensor {tensor.name!r} in {path}",
+        got=f"the type {tensor.code}",
+        need=f"one of {', '.join(_DTYPES)}",
+        mend="pip install ml_dtypes for bfloat16 and float8; convert the tensor where it was written",
+    )

@@ -1,0 +1,155 @@
+"""Who saves or loads together: the processes of a mesh outside of bodies, its workers inside.
+
+All members make the same calls in the same order. If one of them fails, all raise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from spmd.errors import CheckpointError, JitError
+from spmd.mesh import WORKER, Mesh, Worker, current_mesh
+from spmd.transport.call import Call
+from spmd.transport.processes.job import job_world
+
+__all__ = ["Members", "members_of"]
+
+Value = TypeVar("Value")
+
+
+def _nothing() -> None:
+    pass
+
+
+class Members:
+    """This process by itself, as the only member.
+
+    where: the public function, for messages. own: the number of this member. size: how many there are.
+    """
+
+    def __init__(self, where: str, own: int = 0, size: int = 1):
+        self.where = where
+        self.own = own
+        self.size = size
+
+    @property
+    def is_first(self) -> bool:
+        return self.own == 0
+
+    def share(self, value: Any) -> list[Any]:
+        """The values of all members, in order. value: JSON. Collective."""
+        return [value]
+
+    def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """The members that hold what these workers of a mesh hold."""
+        return (0,)
+
+    def describe(self, member: int) -> str:
+        """A member in messages."""
+        return "this process"
+
+    def together(self, step: Callable[[], Value], undo: Callable[[], None] = _nothing) -> list[Value]:
+        """The results of a step, JSON, of all members. Collective.
+
+        If the step fails in one of them, all undo theirs and raise: that member its error, the others one that says
+        where it arose.
+        """
+        try:
+            result = step()
+        except BaseException as error:
+            undo()
+            with suppress(Exception):  # the first error is the one to raise
+                self.share({"error": type(error).__name__, "text": str(error)})
+            raise
+        try:
+            shared = self.share({"value": result})
+            for member, outcome in enumerate(shared):
+                if "error" in outcome:
+                    raise self._error_of(member, **outcome)
+        except BaseException:
+            undo()
+            raise
+        return [outcome["value"] for outcome in shared]
+
+    def _error_of(self, member: int, error: str, text: str) -> CheckpointError:
+        kind = _KINDS.get(error, CheckpointError)
+        if kind is not CheckpointError or error == "CheckpointError":
+            return kind(f"on {self.describe(member)}: {text}")
+        return CheckpointError.at(
+            self.where,
+            got=f"{error} on {self.describe(member)}: {text}".rstrip(": "),
+            need="success on all",
+            mend="see the error there; nothing was changed",
+        )
+
+
+_KINDS: dict[str, type[CheckpointError]] = {k.__name__: k for k in (CheckpointError, *CheckpointError.__subclasses__())}
+
+
+class _Processes(Members):
+    """The processes of a mesh, each with one worker."""
+
+    def __init__(self, where: str, mesh: Mesh):
+        (own,) = mesh.local_workers
+        super().__init__(where, own, mesh.size)
+        self.mesh = mesh
+
+    def share(self, value: Any) -> list[Any]:
+        shared = self.mesh.transport.share({self.own: value})
+        return [shared[w] for w in range(self.size)]
+
+    def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(workers))
+
+    def describe(self, member: int) -> str:
+        return f"the process of {self.mesh.describe(member)}"
+
+
+class _Workers(Members):
+    """The workers of a mesh, in a body."""
+
+    def __init__(self, where: str, worker: Worker):
+        super().__init__(where, worker.index, worker.mesh.size)
+        self.worker = worker
+
+    def share(self, value: Any) -> list[Any]:
+        worker = self.worker
+        axes = tuple(worker.mesh.axes)
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        call = Call(self.where, axes, text.dtype, text.shape, same_shape=None, frame=sys._getframe())
+        texts = worker.comm.all_gather(worker.group(axes), call, text).wait()
+        return [json.loads(bytes(t)) for t in texts]
+
+    def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(workers))
+
+    def describe(self, member: int) -> str:
+        return self.worker.mesh.describe(member)
+
+
+def members_of(where: str, meshes: Iterable[Mesh], *, alone: bool = False) -> Members:
+    """The members of a call. meshes: those of its arrays. alone: outside of bodies this process by itself."""
+    worker = WORKER.get()
+    if worker is not None:
+        if worker.program is not None:
+            raise JitError.at(
+                where,
+                got="a call within spmd.jit",
+                need="a body that runs each time: a file is written or read at each call",
+                mend="call it outside of the function that is jitted",
+            )
+        return _Workers(where, worker)
+    if alone:
+        return Members(where)
+    known = [mesh for mesh in (*meshes, current_mesh()) if mesh is not None]
+    if not known:
+        world = job_world()
+        known = [] if world is None else [Mesh(processes=world.size)]
+    apart = [mesh for mesh in known if len(mesh.local_workers) < mesh.size]
+    return _Processes(where, apart[0]) if apart else Members(where)

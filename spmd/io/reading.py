@@ -1,0 +1,223 @@
+"""Read boxes of the arrays of a checkpoint: the chunks of files that hold them, each compared with its checksum."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import CheckpointError, CorruptCheckpointError
+from spmd.io.container import checked_dtype, read_header
+from spmd.io.files import CHUNK, ChunkReader
+from spmd.io.manifest import MANIFEST, ArrayEntry, FileEntry, Manifest, Piece
+from spmd.io.sources import whole_box
+from spmd.layout import Box
+
+__all__ = ["Reader", "open_checkpoint", "read_manifest"]
+
+SLAB_BYTES = 4 << 20
+"""What is not wanted as it lies is read in parts of this size."""
+_OPEN_FILES = 32
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises CheckpointError if there is none."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.from_bytes(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise CheckpointError.at(
+            f"the checkpoint {folder}",
+            got="a folder without manifest.json" if folder.is_dir() else "no such folder",
+            need="a folder that spmd.save wrote, a safetensors file, or a folder of such files",
+            mend="a save that was broken off before its end leaves no manifest: load an earlier one"
+            if folder.is_dir()
+            else "see the spelling, and whether all hosts see the file system",
+        ) from None
+
+
+_INDEX = "*.safetensors.index.json"
+
+
+def open_checkpoint(path: Path) -> Reader:
+    """A reader of a checkpoint; or of a safetensors file of another tool, an index of several, a folder of either."""
+    if path.is_dir() and not (path / MANIFEST).exists():
+        indices, files = sorted(path.glob(_INDEX)), sorted(path.glob("*.safetensors"))
+        files = [f for f in files if not f.name.startswith("data-")]
+        if len(indices) == 1 or (not indices and len(files) == 1):
+            path = (indices or files)[0]
+    if path.is_file():
+        folder = path.parent
+        if path.name.endswith(".json"):
+            names = sorted(set(_index(path).values()))
+        else:
+            names = [path.name]
+        return Reader(folder, _manifest_of_files(folder, names))
+    return Reader(path, read_manifest(path))
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        table = json.loads(path.read_bytes())["weight_map"]
+        assert all(Path(name).name == name for name in table.values())
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        raise CheckpointError.at(
+            f"the file {path}",
+            got="no index of safetensors files",
+            need='"weight_map": the file of each tensor, beside the index',
+            mend="pass the folder of the checkpoint, or one *.safetensors file",
+        ) from None
+    return table
+
+
+def _manifest_of_files(folder: Path, names: list[str]) -> Manifest:
+    """A manifest, without checksums, of safetensors files: a tree of one dictionary."""
+    arrays: dict[str, ArrayEntry] = {}
+    files = []
+    metadata: dict[str, str] = {}
+    for k, name in enumerate(names):
+        tensors, more = read_header(folder / name)
+        metadata |= more
+        files.append(FileEntry(name, (folder / name).stat().st_size, None))
+        for t in tensors:
+            dtype, box = checked_dtype(t, folder / name), whole_box(t.shape)
+            pieces = (Piece(box, k, t.offset),) if math.prod(t.shape) else ()
+            arrays[t.name] = ArrayEntry(t.name, t.shape, dtype, "", pieces)
+    tree = {"dict": [[name, {"array": name}] for name in arrays]}
+    return Manifest("", tree, arrays, files, metadata or None)
+
+
+class Reader:
+    """A checkpoint that is open for reading."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder = folder
+        self.manifest = manifest
+        self._files: OrderedDict[int, ChunkReader] = OrderedDict()
+        self.chunks: dict[str, set[int]] = {}
+        """The chunks that were read, by file."""
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._files:
+            self._close(next(iter(self._files)))
+
+    def _close(self, k: int) -> None:
+        file = self._files.pop(k)
+        self.chunks.setdefault(file.path.name, set()).update(file.chunks)
+        file.close()
+
+    def file(self, k: int) -> ChunkReader:
+        """A file of the manifest, opened."""
+        file = self._files.get(k)
+        if file is None:
+            if len(self._files) >= _OPEN_FILES:
+                self._close(next(iter(self._files)))
+            entry = self.manifest.files[k]
+            file = self._files[k] = ChunkReader(self.folder / entry.name, entry.nbytes, entry.checksums)
+        self._files.move_to_end(k)
+        return file
+
+    def read(self, entry: ArrayEntry, box: Box | None = None, dtype: np.dtype | None = None) -> np.ndarray:
+        """The entries of a box, or of all, as a new array. dtype: to convert them to."""
+        box = whole_box(entry.shape) if box is None else box
+        out = np.empty([stop - start for start, stop in box], entry.dtype)
+        try:
+            missing = out.size
+            for piece in entry.pieces:
+                common = _common(piece.box, box)
+                if common is not None:
+                    missing -= math.prod(stop - start for start, stop in common)
+                    self._copy(entry, piece, common, out[_slices(common, box)])
+        except CorruptCheckpointError as error:
+            raise type(error)(f"the leaf {entry.name!r}, {error}") from None
+        if missing:
+            raise CorruptCheckpointError.at(
+                f"the leaf {entry.name!r}",
+                got=f"pieces that lack {missing} entries of {box}",
+                need="pieces that cover the array, each entry once",
+                mend="load another checkpoint",
+            )
+        return out if dtype is None or dtype == out.dtype else out.astype(dtype)
+
+    def _copy(self, entry: ArrayEntry, piece: Piece, box: Box, out: np.ndarray) -> None:
+        lengths = tuple(stop - start for start, stop in piece.box)
+        inside = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.box, strict=True))
+        copy_box(self.file(piece.file), piece.offset, lengths, inside, out)
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """The intersection of two boxes; None if it has no entries."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _slices(box: Box, around: Box) -> tuple[Any, ...]:
+    # The ellipsis keeps an array without dimensions an array.
+    return (*(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True)), ...)
+
+
+def copy_box(file: ChunkReader, offset: int, lengths: tuple[int, ...], box: Box, out: np.ndarray) -> None:
+    """Read a box of an array that lies in a file, last dimension fastest, into `out`.
+
+    offset, lengths: of the array. Reads the chunks that hold entries of the box, and no others: if a row of the first
+    dimension is no longer than a chunk, every chunk between the first and the last entry holds some; longer rows are
+    read one by one.
+    """
+    itemsize = out.dtype.itemsize
+    row = math.prod(lengths[1:]) * itemsize
+    if all(side == (0, n) for side, n in zip(box[1:], lengths[1:], strict=True)):
+        start = offset + (box[0][0] * row if box else 0)
+        _read_run(file, start, out)
+    elif row <= CHUNK:
+        _read_rows(file, offset, lengths, box, out)
+    else:
+        for k in range(*box[0]):
+            copy_box(file, offset + k * row, lengths[1:], box[1:], out[k - box[0][0]])
+
+
+def _read_run(file: ChunkReader, start: int, out: np.ndarray) -> None:
+    """Read entries that follow each other in the file."""
+    if out.flags.c_contiguous:
+        file.read_into(start, out.reshape(-1).view(np.uint8))
+        return
+    for rows in _groups(len(out), out.nbytes // len(out)):
+        part = np.empty_like(out[rows], order="C")
+        _read_run(file, start + rows.start * (out.nbytes // len(out)), part)
+        out[rows] = part
+
+
+def _read_rows(file: ChunkReader, offset: int, lengths: tuple[int, ...], box: Box, out: np.ndarray) -> None:
+    """Read parts of short rows: the bytes from the first entry to the last, some rows at a time."""
+    itemsize = out.dtype.itemsize
+    row = math.prod(lengths[1:]) * itemsize
+    first = _flat([a for a, _ in box[1:]], lengths[1:]) * itemsize
+    last = (_flat([b - 1 for _, b in box[1:]], lengths[1:]) + 1) * itemsize
+    inside = tuple(slice(a, b) for a, b in box[1:])
+    for rows in _groups(len(out), row):
+        n = rows.stop - rows.start
+        buffer = np.empty(n * row, np.uint8)
+        file.read_into(offset + (box[0][0] + rows.start) * row + first, buffer[first : (n - 1) * row + last])
+        out[rows] = buffer.view(out.dtype).reshape(n, *lengths[1:])[(slice(None), *inside)]
+
+
+def _groups(rows: int, nbytes: int) -> Iterator[slice]:
+    """Rows of so many bytes each, in groups of at most SLAB_BYTES."""
+    step = max(1, SLAB_BYTES // max(1, nbytes))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _flat(index: list[int], lengths: tuple[int, ...]) -> int:
+    """The place of an entry, last dimension fastest."""
+    at = 0
+    for k, n in zip(index, lengths, strict=True):
+        at = at * n + k
+    return at

@@ -1,0 +1,285 @@
+"""Save a tree to a folder, so that at every moment the folder holds a whole checkpoint: the old one or the new one.
+
+Data goes to files with new names. When all are flushed, the rename of `manifest.json` commits. Then the files that the
+new manifest does not name are removed. The first member locks the folder; the system frees the lock when its process
+ends. So if the lock is free, files that the manifest does not name are those of a save that was broken off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray
+from spmd.errors import CheckpointError
+from spmd.io.files import Lock, make_folder, remove, replace_file, write_file
+from spmd.io.manifest import MANIFEST, FileEntry, Manifest
+from spmd.io.members import Members, members_of
+from spmd.io.sources import Source, is_within, part_of, source_of
+from spmd.io.states import handler_of
+from spmd.io.trees import encoded, json_nodes, map_leaves
+from spmd.io.writing import array_entries, digest_of_replica, plan_of, write_files
+from spmd.layout import Box
+from spmd.mesh import Mesh
+from spmd.tracebacks import api_boundary
+from spmd.transport.base import checks_are_on
+
+__all__ = ["LOCK", "Save", "meshes_in", "save"]
+
+LOCK = "save.lock"
+_OURS = re.compile(r"(data|part|probe|new)-[0-9a-f]{16}(-.*)?(\.safetensors|\.json)?")
+"""The names of the files that a save makes besides the manifest and the lock."""
+
+
+@api_boundary
+def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> None:
+    """Save a tree to the folder `path`, from which `spmd.load` loads it onto any mesh. Collective.
+
+    tree: a pytree of `PartitionedArray`s, arrays of NumPy, CuPy and PyTorch, `spt.Parameter`s, numbers, strings, bytes
+    and None, and of objects with a state: modules, optimisers and generators of PyTorch, learning-rate schedulers,
+    samplers, random generators of NumPy. In bodies, blocks of PyTorch and what is equal on all workers.
+    metadata: anything that JSON can hold, for `spmd.io.inspect`.
+
+        spmd.save("run/7", {"params": params, "optimizer": state, "epoch": 7}, metadata={"code": "a1b2c3"})
+        spmd.load("run/7", like={"params": params, "optimizer": state, "epoch": 0})
+
+    Each block is written once, by a process that holds it; of what several hold each writes a part. Sums of unreduced
+    arrays are taken first. If the program is killed, or the disk is full, the folder keeps the checkpoint that it had.
+    The rename of a file commits when everything has been flushed to the disk (SPMD_FSYNC=0: without flushing).
+
+    Needs memory of a few MiB besides the tree. Cost: five small messages to all. docs/saving.md; docs/
+    checkpoint_format.md is the format: a folder of safetensors files and a manifest with checksums.
+    Raises CheckpointError on all processes: for a leaf that cannot be saved, with its name; if bare arrays or numbers
+    differ between processes; if not all processes see the folder; if another save to it is going on; and for the errors
+    of the system, such as a full disk.
+    """
+    members = members_of("spmd.save", meshes_in(tree))
+    saving = Save(path, tree, metadata, members)
+    try:
+        members.together(saving.write, saving.abandon)
+        members.together(saving.commit, saving.clean)
+    finally:
+        saving.release()
+
+
+def meshes_in(tree: Any) -> list[Mesh]:
+    """The meshes of the global arrays of a tree."""
+    meshes: list[Mesh] = []
+    map_leaves(tree, lambda _, x: meshes.append(x.mesh) if type(x) is PartitionedArray else None)
+    return list(dict.fromkeys(meshes))
+
+
+class Save:
+    """One save: everything is known and agreed upon, and nothing is written yet.
+
+    What follows is `write` by every member, or `abandon` if one of them fails; when all have written, `commit` by every
+    member, of which the first does something; `clean` if it fails; and `release`. None of these communicates.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tree: Any, metadata: Any, members: Members):
+        self.folder = Path(os.path.abspath(os.fspath(path)))
+        self.members = members
+        self.metadata = metadata
+        self.sources: dict[str, Source] = {}
+        self._lock: Lock | None = None
+        agreed = members.together(partial(self._begin, tree), self.clean)
+        try:
+            self._agree(agreed)
+        except BaseException:
+            self.clean()
+            raise
+        self.id = agreed[0]["id"]
+        members.together(self._see_probe, self.clean)
+        self.plan = plan_of(self.id, self.sources, members.size)
+
+    def _begin(self, tree: Any) -> dict[str, Any]:
+        """What must be equal on all members, and the id of the save from the first one, which locks the folder."""
+        where = self.members.where
+        try:
+            json.dumps(self.metadata, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError.at(
+                where,
+                argument="metadata",
+                got=str(error),
+                need="what JSON can hold",
+                mend="str(x); arrays go into tree",
+            ) from None
+        self.tree = encoded(_with_states(tree), self._leaf, where)
+        own = {"plan": _digest([self.tree, self.metadata, self._shapes()]), "replicas": _digest([*self._replicas()])}
+        if not self.members.is_first:
+            return own
+        id = secrets.token_hex(8)
+        self._make_folder(where)
+        self._lock = Lock(self.folder / LOCK)
+        if self.members.size > 1:
+            write_file(self.folder / f"probe-{id}", b"")
+        return own | {"id": id}
+
+    def _leaf(self, name: str, x: Any) -> Any:
+        source = self.sources[name] = source_of(x, self.members.where, name, self.members)
+        return {"array": name, **({"kind": source.kind} if source.kind else {})}
+
+    def _make_folder(self, where: str) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError.at(
+                where, argument="path", got=f"the file {self.folder}", need="a folder, or a new name", mend="rename one"
+            )
+        make_folder(self.folder)
+
+    def _shapes(self) -> list[Any]:
+        return [[name, s.shape, s.dtype.name, s.layout] for name, s in self.sources.items()]
+
+    def _replicas(self) -> Iterable[Any]:
+        """The names of the bare arrays, with digests."""
+        if checks_are_on():
+            for name, source in self.sources.items():
+                if source.is_replica:
+                    yield name, digest_of_replica(source)
+
+    def _agree(self, agreed: list[dict[str, Any]]) -> None:
+        """Raise if not all members save the same. All find the same difference."""
+        for key in ("plan", "replicas"):
+            other = next((m for m, a in enumerate(agreed) if a[key] != agreed[0][key]), None)
+            if other is not None:
+                shown = self._shown() if key == "plan" else [*self._replicas()]
+                lists = self.members.share([[str(name), str(text)] for name, text in shown])
+                self._raise_difference(key, other, lists[0], lists[other])
+
+    def _shown(self) -> list[tuple[str, str]]:
+        leaves = [(name, json.dumps(node)) for name, node, is_leaf in json_nodes(self.tree) if is_leaf]
+        arrays = [(name, f"{dtype}{list(shape)} {layout}".strip()) for name, shape, dtype, layout in self._shapes()]
+        return [*leaves, *arrays, ("metadata", json.dumps(self.metadata))]
+
+    def _raise_difference(self, key: str, other: int, one: list[list[str]], two: list[list[str]]) -> None:
+        first, second = dict(one), dict(two)
+        name = next((n for n in [*first, *second] if first.get(n) != second.get(n)), "")
+        mine, theirs = (values.get(name, "no such leaf") for values in (first, second))
+        got = f"{mine} on {self.members.describe(0)} and {theirs} on {self.members.describe(other)}"
+        if key == "replicas":
+            got = f"values that differ between {self.members.describe(0)} and {self.members.describe(other)}"
+        raise CheckpointError.at(
+            self.members.where,
+            argument=f"tree, the leaf {name!r}",
+            got=got,
+            need="the same on all: bare arrays, numbers and strings count as one value",
+            mend="spmd.from_blocks makes a global array of blocks that differ; in bodies of PyTorch "
+            "spt.PartitionedTensor.from_block(x, spec)",
+        )
+
+    def _see_probe(self) -> None:
+        probe = self.folder / f"probe-{self.id}"
+        if self.members.size > 1 and not probe.exists():
+            raise CheckpointError.at(
+                self.members.where,
+                argument="path",
+                got=f"{self.folder}, which {self.members.describe(0)} made and this one does not see",
+                need="a folder on a file system that all hosts share",
+                mend="save to such a file system, by an absolute path",
+            )
+
+    def copy_blocks(self) -> None:
+        """Copy what this member writes: from now on the arrays of the tree may change."""
+        copies: dict[str, dict[Box, np.ndarray]] = {}
+        for _, pieces in self.plan.of_member(self.members.own):
+            for piece in pieces:
+                block = np.array(self.sources[piece.name].block(piece.box))
+                copies.setdefault(piece.name, {})[piece.box] = block
+        for name, source in self.sources.items():
+            source.block = _of_copies(copies.get(name, {}))
+
+    def write(self) -> None:
+        """Write and flush this member's files, and a list of them with their checksums."""
+        entries = write_files(self.folder, self.plan, self.members.own, self.sources)
+        text = json.dumps([list(e) for e in entries]).encode()
+        replace_file(self._part(self.members.own), text, f"new-{self.id}-{self.members.own:05d}.json")
+
+    def _part(self, member: int) -> Path:
+        return self.folder / f"part-{self.id}-{member:05d}.json"
+
+    def has_parts(self) -> bool:
+        """Whether all members have written their files."""
+        return all(self._part(m).exists() for m in range(self.members.size))
+
+    def commit(self) -> None:
+        """By the first member, when all have written: replace the manifest, and remove what it does not name."""
+        if not self.members.is_first:
+            return
+        parts = [json.loads(self._part(m).read_bytes()) for m in range(self.members.size)]
+        files = [FileEntry(*entry) for entries in parts for entry in entries]
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        arrays = array_entries(self.plan, self.sources)
+        manifest = Manifest(self.id, self.tree, arrays, files, self.metadata, created)
+        replace_file(self.folder / MANIFEST, manifest.to_bytes(), f"new-{self.id}.json")
+        self.clean()
+
+    def clean(self) -> None:
+        """By the first member: remove every file that the manifest does not name, whichever manifest that is."""
+        if self._lock is not None:
+            remove_unnamed(self.folder)
+        self.release()
+
+    def abandon(self) -> None:
+        """Before any member commits: remove what this member has written."""
+        names = [name for name, _ in self.plan.of_member(self.members.own)]
+        remove([*(self.folder / name for name in names), self._part(self.members.own)])
+        self.clean()
+
+    def release(self) -> None:
+        """Free the folder for other saves."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def remove_unnamed(folder: Path) -> None:
+    """Remove the files of earlier saves, and of saves that were broken off. The folder must be locked."""
+    manifest = folder / MANIFEST
+    try:
+        named = {f.name for f in Manifest.from_bytes(manifest.read_bytes(), manifest).files}
+    except FileNotFoundError:
+        named = set()
+    except CheckpointError:  # damaged: what it names could still be of use to somebody
+        return
+    remove(folder / name for name in os.listdir(folder) if _OURS.fullmatch(name) and name not in named)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _with_states(tree: Any) -> Any:
+    """A tree with the states of objects in place of the objects."""
+    objects: dict[str, Any] = {}
+
+    def note(name: str, x: Any) -> None:
+        if handler_of(x) is not None:
+            objects[name] = x
+
+    map_leaves(tree, note)
+    if not objects:
+        return tree
+
+    def state(name: str, x: Any) -> Any:
+        handler = handler_of(x) if name in objects else None
+        return x if handler is None else handler.save(x, objects)
+
+    return map_leaves(tree, state)
+
+
+def _of_copies(copies: dict[Box, np.ndarray]) -> Callable[[Box], np.ndarray]:
+    def block(box: Box) -> np.ndarray:
+        around = next(own for own in copies if is_within(box, own))
+        return part_of(copies[around], around, box)
+
+    return block

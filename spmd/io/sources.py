@@ -1,0 +1,152 @@
+"""The arrays of a tree that is saved: where each of their boxes lies, and how its bytes are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from spmd.array import PartitionedArray, check_usable
+from spmd.autodiff.admission import admit
+from spmd.autodiff.staging.together import check_values
+from spmd.autodiff.tracer import Array
+from spmd.device import to_host
+from spmd.errors import CheckpointError, describe
+from spmd.io.container import stored_as
+from spmd.io.members import Members
+from spmd.layout import Box, Layout, offsets
+from spmd.operators.root import Rooted
+from spmd.state import state_of
+
+__all__ = ["SOURCES", "Source", "boxes_of", "source_of", "whole_box"]
+
+
+@dataclass
+class Source:
+    """An array that is saved.
+
+    layout: how it lies, in words. holders: for each box of it with entries the members that have it, in memory that is
+    equal. block: the entries of a box, or of a part of one, as an array of the host; for members that have it.
+    is_replica: whether it is bare data, of which each member is supposed to have the same.
+    kind: what to make of it on loading into an object: "" an array, "scalar", "torch".
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    layout: str
+    holders: Mapping[Box, tuple[int, ...]]
+    block: Callable[[Box], np.ndarray]
+    is_replica: bool = False
+    kind: str = ""
+
+
+SOURCES: dict[type, Callable[[Any, str, str, Members], Source]] = {}
+"""What other libraries register: by the class of their arrays, a function of the array, the public function, the name
+of the leaf, and the members."""
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+@lru_cache(maxsize=4096)
+def boxes_of(layout: Layout) -> dict[Box, tuple[int, ...]]:
+    """The boxes of a layout that have entries, each with the workers that hold it."""
+    at = [offsets(c) for c in layout.cuts]
+    boxes = {
+        tuple((at[d][k], at[d][k + 1]) for d, k in enumerate(place)): workers
+        for place, workers in layout.holders.items()
+    }
+    return {box: workers for box, workers in boxes.items() if all(stop > start for start, stop in box)}
+
+
+def part_of(block: Any, around: Box, box: Box) -> Any:
+    """The entries of a box that lies within another one, of which `block` has the entries."""
+    return block[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True))]
+
+
+def is_within(box: Box, around: Box) -> bool:
+    return all(lo <= a and b <= hi for (a, b), (lo, hi) in zip(box, around, strict=True))
+
+
+def check_dtype(dtype: np.dtype, where: str, name: str) -> None:
+    if stored_as(dtype) is None:
+        raise CheckpointError.at(
+            where,
+            argument=f"tree, the leaf {name!r}",
+            got=f"dtype {dtype}",
+            need="numbers of at most 64 bits, complex numbers of two of them, bfloat16, float8 or booleans",
+            mend="x.astype(np.float64); of records save each field",
+        )
+
+
+def source_of(x: Any, where: str, name: str, members: Members) -> Source:
+    """The source of an array of a tree. Raises CheckpointError for what is none."""
+    for kind in type(x).__mro__:
+        if kind in SOURCES:
+            return SOURCES[kind](x, where, name, members)
+    if type(x) is PartitionedArray:
+        source = _partitioned(x, where, name, members)
+    elif isinstance(x, Array | Rooted):
+        source = _of_body(x, where, name, members)
+    else:
+        source = bare_source(x, where, name, members)
+    check_dtype(source.dtype, where, name)
+    return source
+
+
+def _partitioned(x: PartitionedArray, where: str, name: str, members: Members) -> Source:
+    argument = f"tree, the leaf {name!r}"
+    check_usable(where, x)
+    check_values(x, where, "the call outside of spmd.jit")
+    layout = x.layout
+    if layout.copies == "varying" and layout.has_copies:
+        raise CheckpointError.at(
+            where,
+            argument=argument,
+            got=f"{describe(x)}, whose copies vary",
+            need="one value",
+            mend="spmd.accumulate adds such copies",
+        )
+    text = str(layout.spec) if layout.spec is not None else repr(layout)
+    if layout.unreduced:
+        x, text = x.reduced, f"{text}, reduced on saving"
+        layout = x.layout
+    local = {layout.boxes[w]: block for w, block in x.blocks.items() if layout.positions(w) is not None}
+    holders = {box: members.holders(workers) for box, workers in boxes_of(layout).items()}
+
+    def block(box: Box) -> np.ndarray:
+        around = next(own for own in local if is_within(box, own))
+        return to_host(part_of(local[around], around, box))
+
+    return Source(x.shape, x.dtype, text, holders, block)
+
+
+def _of_body(x: Any, where: str, name: str, members: Members) -> Source:
+    traced = isinstance(x, Array) and x.tape is not None
+    if isinstance(x, Array) and not traced and x.state in (None, state_of(())):
+        return bare_source(x.value, where, name, members)
+    raise CheckpointError.at(
+        where,
+        argument=f"tree, the leaf {name!r}",
+        got=f"{describe(x)}, which is differentiated" if traced else describe(x),
+        need="values" if traced else "in a body, arrays that are equal on all workers",
+        mend="spmd.stop_gradient(x)"
+        if traced
+        else 'return it from the map, by out_specs=P("x"): outside of bodies any global array is saved',
+    )
+
+
+def bare_source(x: Any, where: str, name: str, members: Members, kind: str = "") -> Source:
+    """The source of an array that every member has. Empty arrays have no boxes."""
+    array = admit(x, where, f"tree, the leaf {name!r}", error=CheckpointError, need="arrays, numbers, strings or None")
+    box = whole_box(array.shape)
+    holders = {box: tuple(range(members.size))} if math.prod(array.shape) else {}
+    kind = kind or ("scalar" if isinstance(x, np.generic) else "")
+    return Source(
+        array.shape, array.dtype, "", holders, lambda part: to_host(part_of(array, box, part)), members.size > 1, kind
+    )
