@@ -45,6 +45,7 @@ __all__ = [
     "prints",
     "rebuilt_error",
     "source_line",
+    "user_stacklevel",
 ]
 
 
@@ -227,6 +228,15 @@ def caller(frame: Any = None) -> Any:
     while frame is not None and not _is_users(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` of a warning that is to point at the user's code."""
+    frame, count = sys._getframe(1), 1
+    user = caller(frame)
+    while frame is not None and frame is not user:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.staging.program import Built
 from spmd.autodiff.staging.recorder import Program, slot_of
 from spmd.autodiff.tracer import Array
-from spmd.errors import caller
 from spmd.map_arguments import MapArgument, cotangent_input, cotangent_layout
 from spmd.map_results import BodyResults
 from spmd.mesh import Mesh
@@ -143,12 +141,3 @@ def array_key(x: Any) -> Any:
     except Exception:
         return id(x)
     return array.shape, array.dtype
-
-
-def user_stacklevel() -> int:
-    """The `stacklevel` of a warning that is to point at the user's code."""
-    frame, count = sys._getframe(1), 1
-    user = caller(frame)
-    while frame is not None and frame is not user:
-        frame, count = frame.f_back, count + 1
-    return count

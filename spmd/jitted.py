@@ -22,7 +22,7 @@ from spmd.autodiff.staging.program import Built, Ref
 from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
 from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import JitError, describe
+from spmd.errors import JitError, describe, user_stacklevel
 from spmd.jit_entry import (
     JitEntry,
     array_positions,
@@ -35,7 +35,6 @@ from spmd.jit_entry import (
     program_inputs,
     result_values,
     shapes_of,
-    user_stacklevel,
 )
 from spmd.jit_warnings import Recordings
 from spmd.map_arguments import MapArgument, cotangent_for

@@ -6,16 +6,18 @@ from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.io.loading import load
+    from spmd.io.manager import CheckpointManager
     from spmd.io.saving import save
     from spmd.io.structs import ShapeDtypeStruct
 
-__all__ = ["ShapeDtypeStruct", "load", "save"]
+__all__ = ["CheckpointManager", "ShapeDtypeStruct", "load", "save"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
             "spmd.io.loading": ("load",),
+            "spmd.io.manager": ("CheckpointManager",),
             "spmd.io.saving": ("save",),
             "spmd.io.structs": ("ShapeDtypeStruct",),
         },

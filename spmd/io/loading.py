@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff.dtypes import dtype_name
-from spmd.errors import CheckpointError, describe, nearest
+from spmd.errors import CheckpointError, CorruptCheckpointError, describe, nearest
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members, members_of
 from spmd.io.reading import open_checkpoint, read_manifest
@@ -23,10 +23,10 @@ from spmd.io.trees import ROOT, constant, decoded, is_constant, json_nodes, map_
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import Mesh
+from spmd.ownership import freeze
 from spmd.placement import checked_layout, made, mesh_for
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
-from spmd.transport.handles import read_only
 
 __all__ = ["MAKERS", "load"]
 
@@ -150,7 +150,7 @@ class _Loading:
             return self._whole_tree(specs) if like is None else self._like(like)
         except FileNotFoundError as error:
             if read_manifest(self.path).id == self.reader.manifest.id:
-                raise CheckpointError.at(
+                raise CorruptCheckpointError.at(
                     _WHERE, argument="path", got=str(error), need="all files of the manifest", mend="load another one"
                 ) from None
             raise _ReplacedError(str(error)) from None
@@ -197,7 +197,7 @@ class _Loading:
         layout = checked_layout(_WHERE, entry.shape, spec, mesh, f"the spec of {entry.name!r}")
 
         def block(index: tuple[slice, ...]) -> np.ndarray:
-            return read_only(self.reader.read(entry, tuple((s.start, s.stop) for s in index), dtype))
+            return freeze(self.reader.read(entry, tuple((s.start, s.stop) for s in index), dtype))
 
         return made(_WHERE, entry.name, layout, mesh, block, "")
 

@@ -207,9 +207,9 @@ class Save:
     def _part(self, member: int) -> Path:
         return self.folder / f"part-{self.id}-{member:05d}.json"
 
-    def has_parts(self) -> bool:
-        """Whether all members have written their files."""
-        return all(self._part(m).exists() for m in range(self.members.size))
+    def has_part(self, member: int) -> bool:
+        """Whether a member has written its files."""
+        return self._part(member).exists()
 
     def commit(self) -> None:
         """By the first member, when all have written: replace the manifest, and remove what it does not name."""

@@ -1,0 +1,304 @@
+"""Checkpoints of a run, one for each of its steps that is saved, also in the background.
+
+The program's processes prepare a save together, where they call it. In the background they exchange nothing but files:
+each writes its data and then a list of it; the first waits for the lists of all, and commits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from spmd.errors import CheckpointError, CorruptCheckpointError, describe, user_stacklevel
+from spmd.io.files import Lock, remove, write_file
+from spmd.io.loading import load
+from spmd.io.manifest import MANIFEST
+from spmd.io.members import Members, members_of
+from spmd.io.saving import LOCK, Save, meshes_in
+from spmd.mesh import WORKER
+from spmd.settings import setting
+from spmd.tracebacks import api_boundary
+
+__all__ = ["CheckpointManager"]
+
+_FOLDER = re.compile(r"step-(\d+)")
+_POLL_SECONDS = 0.02
+
+
+class CheckpointManager:
+    """The checkpoints of a run, in the folders `step-<number>` of a directory.
+
+        manager = spmd.io.CheckpointManager("run", max_to_keep=3)
+        state = {"params": params, "optimizer": optimizer.init(params)}
+        start = 0
+        if manager.latest() is not None:
+            state, start = manager.restore(like=state), manager.latest() + 1
+        for step in range(start, 1000):
+            state = train_step(state)
+            if step % 100 == 0:
+                manager.save(step, state)
+        manager.wait()
+
+    directory: made by the first save. max_to_keep: how many of the newest steps are kept, None for all. keep_every:
+    steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too.
+    Raises CheckpointError for a number that is not positive.
+    """
+
+    @api_boundary
+    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = 3, keep_every: int | None = None):
+        self.directory = Path(os.path.abspath(os.fspath(directory)))
+        self.max_to_keep = _positive("max_to_keep", max_to_keep)
+        self.keep_every = _positive("keep_every", keep_every)
+        self._running: dict[int | None, _Background] = {}
+        """The save that goes on, by the worker of a body."""
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({str(self.directory)!r}, {self.max_to_keep}, {self.keep_every})"
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.wait()
+
+    @api_boundary
+    def save(self, step: int, tree: Any, *, metadata: Any = None, wait: bool = False) -> None:
+        """Save a tree, as `spmd.save` does, as the checkpoint of a step.
+
+        The call copies what this process writes, and returns; the arrays may be donated then. The files are written in
+        the background. wait: write them before the call returns, without a copy.
+        A save that goes on is completed before. If it failed, this call raises its error on all processes, and saves
+        nothing. A step that exists is replaced. Raises what `spmd.save` raises.
+        """
+        where = "CheckpointManager.save"
+        number = _step_number(where, step)
+        members = members_of(where, meshes_in(tree))
+        self._complete(members)
+        if members.is_first:
+            self._remove_unfinished()
+        saving = Save(self.directory / f"step-{number}", tree, metadata, members)
+        if wait:
+            try:
+                members.together(saving.write, saving.abandon)
+                members.together(lambda: self._commit(saving, number), saving.clean)
+            finally:
+                saving.release()
+            return
+        try:
+            saving.copy_blocks()
+        except BaseException:
+            saving.clean()
+            raise
+        self._running[_worker()] = _Background(saving, lambda: self._commit(saving, number), f"step {number}")
+
+    def wait(self) -> None:
+        """Complete the save that goes on, if there is one. Raises its error on all processes if it failed."""
+        self._complete(members_of("CheckpointManager.wait", ()))
+
+    @api_boundary
+    def all_steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, in ascending order. A save that goes on is completed before."""
+        return self._steps(members_of("CheckpointManager.all_steps", ()))
+
+    @api_boundary
+    def latest(self) -> int | None:
+        """The last step of which there is a checkpoint; None if there is none."""
+        steps = self._steps(members_of("CheckpointManager.latest", ()))
+        return steps[-1] if steps else None
+
+    @api_boundary
+    def restore(self, step: int | None = None, like: Any = None, **options: Any) -> Any:
+        """Load the checkpoint of a step, as `spmd.load` does with these options.
+
+        step: None: the last one that is whole: of each that is damaged a warning says what is wrong with it.
+        Raises CheckpointError if there is none, and what `spmd.load` raises.
+        """
+        where = "CheckpointManager.restore"
+        steps = self._steps(members := members_of(where, meshes_in(like)))
+        if step is not None:
+            steps = [number for number in steps if number == _step_number(where, step)]
+        for number in reversed(steps):
+            try:
+                return load(self.directory / f"step-{number}", like, **options)
+            except CorruptCheckpointError as error:
+                if step is not None:
+                    raise
+                if members.is_first:
+                    warnings.warn(f"step {number} is skipped: {error}", RuntimeWarning, user_stacklevel())
+        raise CheckpointError.at(
+            where,
+            argument="directory" if step is None else "step",
+            got=f"{self.directory}, with {'no step that is whole' if step is None else f'no step {step}'}",
+            need="a checkpoint",
+            mend="manager.latest() is None where there is none; manager.all_steps() lists them",
+        )
+
+    def _steps(self, members: Members) -> list[int]:
+        self._complete(members)
+        return members.together(lambda: _committed(self.directory) if members.is_first else None)[0]
+
+    def _complete(self, members: Members) -> None:
+        """Wait for the save that goes on; raise its error on all members."""
+        running = self._running.get(_worker())
+        if running is None:
+            return
+        # All members have got here, so the threads of all have been started: virtual workers may share one thread.
+        members.share(None)
+        del self._running[_worker()]
+        members.together(running.finish)
+
+    def _commit(self, saving: Save, number: int) -> None:
+        saving.commit()
+        if saving.members.is_first:
+            self._remove_old(number)
+
+    def _remove_old(self, saved: int) -> None:
+        if self.max_to_keep is None:
+            return
+        steps = _committed(self.directory)
+        for number in steps[: -self.max_to_keep]:
+            if number != saved and (self.keep_every is None or number % self.keep_every):
+                _remove_folder(self.directory / f"step-{number}")
+
+    def _remove_unfinished(self) -> None:
+        """Remove what saves of dead programs have left: folders without a manifest that nobody has locked."""
+        for folder in self.directory.glob("step-*"):
+            if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
+                _remove_folder(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove the checkpoint of a step, unless it is locked. Without its manifest it is none any more."""
+    try:
+        lock = Lock(folder / LOCK)
+    except (CheckpointError, OSError):
+        return
+    try:
+        remove([folder / MANIFEST])
+        with suppress(OSError):
+            shutil.rmtree(folder)
+    finally:
+        lock.release()
+
+
+def _committed(directory: Path) -> list[int]:
+    matches = [_FOLDER.fullmatch(name) for name in (os.listdir(directory) if directory.is_dir() else ())]
+    return sorted(int(m[1]) for m in matches if m is not None and (directory / m[0] / MANIFEST).exists())
+
+
+class _Background:
+    """A save that a thread of this process writes.
+
+    The first member's thread commits when all members have written. It gives up when a member says that it failed, or
+    when nothing has been written for SPMD_TIMEOUT seconds.
+    """
+
+    def __init__(self, saving: Save, commit: Callable[[], None], name: str):
+        self._saving = saving
+        self._commit = commit
+        self._name = name
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name=f"spmd save of {name}")  # the program ends when it has ended
+        self._thread.start()
+        atexit.register(self._say_error)
+
+    def finish(self) -> None:
+        """Wait for the thread; raise its error."""
+        self._thread.join()
+        atexit.unregister(self._say_error)
+        if self._error is not None:
+            raise self._error
+
+    def _say_error(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            text = "".join(traceback.format_exception_only(self._error))
+            print(f"spmd: the save of {self._name} failed\n{text}", file=sys.stderr, end="")
+
+    def _run(self) -> None:
+        saving = self._saving
+        try:
+            saving.write()
+            if saving.members.is_first:
+                self._await_parts()
+                self._commit()
+        except BaseException as error:
+            self._error = error
+            with suppress(OSError):
+                write_file(self._failure(saving.members.own), f"{type(error).__name__}: {error}".encode())
+            saving.abandon() if not saving.members.is_first else saving.clean()
+        finally:
+            saving.release()
+
+    def _failure(self, member: int) -> Path:
+        return self._saving.folder / f"part-{self._saving.id}-{member:05d}-failed.json"
+
+    def _await_parts(self) -> None:
+        saving, size = self._saving, self._saving.members.size
+        limit, written, since = setting("SPMD_TIMEOUT"), -1, time.monotonic()
+        while not all(map(saving.has_part, range(size))):
+            for member in range(size):
+                if self._failure(member).exists():
+                    raise CheckpointError.at(
+                        saving.members.where,
+                        got=f"{self._failure(member).read_text()} on {saving.members.describe(member)}",
+                        need="success on all",
+                        mend="see the error there; nothing was changed",
+                    )
+            now = sum(f.stat().st_size for f in saving.folder.glob(f"data-{saving.id}-*"))
+            written, since = (now, time.monotonic()) if now != written else (written, since)
+            if limit and time.monotonic() - since > limit:
+                missing = [m for m in range(size) if not saving.has_part(m)]
+                raise CheckpointError.at(
+                    saving.members.where,
+                    got=f"nothing from {saving.members.describe(missing[0])} for {limit:g} s",
+                    need="the files of all",
+                    mend="see why it stopped; SPMD_TIMEOUT is the limit in seconds",
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _worker() -> int | None:
+    worker = WORKER.get()
+    return None if worker is None else worker.index
+
+
+def _positive(argument: str, n: int | None) -> int | None:
+    try:
+        number = None if n is None else operator.index(n)
+    except TypeError:
+        number = 0
+    if number is not None and number < 1:
+        raise CheckpointError.at(
+            "spmd.io.CheckpointManager",
+            argument=argument,
+            got=describe(n),
+            need="a positive integer, or None",
+            mend=f"{argument}=3",
+        )
+    return number
+
+
+def _step_number(where: str, step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError.at(
+            where, argument="step", got=describe(step), need="an integer, not negative", mend="int(step)"
+        )
+    return number
