@@ -4,6 +4,7 @@
     mpiexec -n 4 python examples/digits.py         four processes: the same file, the same losses to the last bit
     python examples/digits.py --data 3 --model 1   another mesh; it need not divide the batch or the widths
     python examples/digits.py --device cuda        the workers' blocks on a GPU, or on several
+    python examples/digits.py --checkpoints run    save each epoch; another call goes on from there, on any mesh
 
 The batch is split over the mesh axis `data`, the layers over the axis `model`.
 """
@@ -85,6 +86,12 @@ def main():
         params = spmd.put(drawn, specs)
         state = optimizer.init(params)
 
+        # The order of the scans belongs to the state of a run: a generator is loaded in place.
+        first, checkpoints = 1, spmd.io.CheckpointManager(args.checkpoints) if args.checkpoints else None
+        if checkpoints is not None and checkpoints.latest() is not None:
+            saved = checkpoints.restore(like={"params": params, "state": state, "rng": rng, "epoch": 0})
+            params, state, first = saved["params"], saved["state"], saved["epoch"] + 1
+
         # One step to look at: what it sends, and whether its gradients are those of one worker that holds everything.
         batch, batch_labels = x[: args.batch], labels[: args.batch]
         with spmd.ledger() as log:
@@ -95,7 +102,7 @@ def main():
         difference = largest_difference(spmd.tree.map(lambda g: g.numpy(), grads), grads_of_one)
 
         start, accuracy = time.perf_counter(), accuracy_of(params)
-        for epoch in range(1, args.epochs + 1):
+        for epoch in range(first, args.epochs + 1):
             order, total = rng.permutation(len(x)), 0.0
             for k in range(0, len(x), args.batch):
                 rows = order[k : k + args.batch]
@@ -107,6 +114,8 @@ def main():
                 seen = k + len(rows)
                 accuracy = accuracy_of(params) if seen == len(x) else accuracy
                 show_progress(args, mesh, epoch, seen / len(x), total / seen, accuracy)
+            if checkpoints is not None:
+                checkpoints.save(epoch, {"params": params, "state": state, "rng": rng, "epoch": epoch})
         seconds = time.perf_counter() - start
 
         arrays = {f"{name}{k}": a for k, layer in enumerate(params, 1) for name, a in zip("wb", layer, strict=True)}
@@ -172,6 +181,7 @@ def parse_args():
         "--scheduler", choices=["auto", "lockstep", "threads"], help="of virtual workers; None: by itself"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where the blocks lie; None: on the CPU")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="where to save each epoch, and to go on from")
     parser.add_argument("--full-precision", action="store_true", help="print losses to the last bit, a line per epoch")
     args = parser.parse_args()
     if len(args.hidden) % 2 == 0 or min(args.hidden) < 1 or args.batch < 1:

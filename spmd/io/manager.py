@@ -148,7 +148,7 @@ class CheckpointManager:
 
     def _steps(self, members: Members) -> list[int]:
         self._complete(members)
-        return members.together(lambda: _committed(self.directory) if members.is_first else None)[0]
+        return members.together(lambda: _committed(self.directory) if members.is_first else [])[0]
 
     def _complete(self, members: Members) -> None:
         """Wait for the save that goes on; raise its error on all members."""
