@@ -17,9 +17,9 @@ from spmd.errors import CheckpointError, CorruptCheckpointError, describe, neare
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members, members_of
 from spmd.io.reading import open_checkpoint, read_manifest
-from spmd.io.states import StateHandler, handler_of
+from spmd.io.states import StateHandler, array_of_kind, handler_of
 from spmd.io.structs import ShapeDtypeStruct
-from spmd.io.trees import ROOT, constant, decoded, is_constant, json_nodes, map_leaves
+from spmd.io.trees import ROOT, constant, decoded, is_constant, joined, json_nodes, map_leaves
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import Mesh
@@ -126,6 +126,8 @@ class _Loading:
         self.rename = rename or (lambda name: name)
         self.strict = strict
         self.convert = convert
+        self.changes: list[Callable[[], None]] = []
+        """What gives objects the states that were read. It runs when all members have read theirs."""
 
     def run(self, like: Any, specs: Any) -> Any:
         ids = self.members.together(self._open)
@@ -136,6 +138,8 @@ class _Loading:
                 )
             result: list[Any] = []
             self.members.together(lambda: result.append(self._read(like, specs)))
+            for change in self.changes:
+                change()
             return result[0]
 
     def _open(self) -> str:
@@ -204,32 +208,38 @@ class _Loading:
     # With `like`
 
     def _like(self, like: Any) -> Any:
-        objects: dict[str, tuple[Any, StateHandler]] = {}
+        objects: dict[str, tuple[Any, StateHandler, _Part]] = {}
         wanted: list[str] = []
 
         def note(name: str, x: Any) -> None:
             handler = handler_of(x)
             if handler is None:
                 wanted.append(name)
-                return
-            part = _Part(self, name)
-            objects[name] = (x, handler)
-            wanted.extend(f"{name}.{below}" if name != ROOT else below for below in handler.names(x, part.names()))
+            else:
+                objects[name] = (x, handler, _Part(self, name))
 
         map_leaves(like, note)
+        others = {name: x for name, (x, _, _) in objects.items()}
+        for name, (x, handler, part) in objects.items():
+            part.wanted = [part.full_name(below) for below in handler.names(x, part.names(), others)]
+            if not part.wanted and not part.is_there:
+                part.wanted = [name]
+            wanted.extend(part.wanted)
         self._check_names([name for name in wanted if self._is_selected(name)])
-        others = {name: x for name, (x, _) in objects.items()}
 
         def make(name: str, x: Any) -> Any:
-            if name in objects:
-                part = _Part(self, name)
-                if part.names() and (self.patterns is None or any(map(self._is_selected, part.full_names()))):
-                    objects[name][1].load(x, part, others)
-                return x
-            found = self._is_selected(name) and self.rename(name) in self.nodes
-            return self.leaf(name, x) if found else x
+            if name not in objects:
+                return self.leaf(name, x) if self.loads(name) else x
+            x, handler, part = objects[name]
+            if any(map(self.loads, part.wanted)) or (not part.wanted and self._is_selected(name)):
+                self.changes.append(handler.load(x, part, others))
+            return x
 
         return map_leaves(like, make)
+
+    def loads(self, name: str) -> bool:
+        """Whether a leaf of `like` is loaded: it is wanted, and the checkpoint has it."""
+        return self._is_selected(name) and self.rename(name) in self.nodes
 
     def _check_names(self, wanted: list[str]) -> None:
         if not self.strict:
@@ -333,38 +343,59 @@ class _Leaf:
 
 
 class _Part:
-    """What the checkpoint holds of an object with a state."""
+    """What the checkpoint holds of an object with a state. wanted: the names of the leaves that the object needs."""
 
     def __init__(self, loading: _Loading, name: str):
         self.loading = loading
         self.name = name
+        self.wanted: list[str] = []
         self._saved_name = "" if name == ROOT else loading.rename(name)
 
-    def _below(self, name: str) -> str:
-        return f"{self._saved_name}.{name}" if self._saved_name else name
+    @property
+    def is_there(self) -> bool:
+        return self._saved_name in self.loading.nodes
+
+    def full_name(self, name: str) -> str:
+        """The name of a leaf of the object in `like`."""
+        return joined("" if self.name == ROOT else self.name, name)
 
     def names(self) -> list[str]:
         prefix = f"{self._saved_name}." if self._saved_name else ""
         return [name.removeprefix(prefix) for name in self.loading.leaves if name.startswith(prefix)]
 
-    def full_names(self) -> list[str]:
-        return [self._below(name) for name in self.names()]
+    def has(self, name: str) -> bool:
+        return self.loading.loads(self.full_name(name))
 
-    def tree(self, array: Callable[[str, ArrayEntry, str], Any] | None = None) -> Any:
+    def tree(self, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
         reader = self.loading.reader
 
         def leaf(node: Any) -> Any:
-            entry = reader.manifest.arrays[node["array"]]
-            kind = node.get("kind", "")
-            if array is not None:
-                return array(entry.name, entry, kind)
-            value = reader.read(entry)
-            return value[()] if kind == "scalar" else value
+            entry, kind = reader.manifest.arrays[node["array"]], node.get("kind", "")
+            return array(entry, kind) if array is not None else array_of_kind(kind, reader.read(entry))
 
+        if not self.is_there:
+            raise CheckpointError.at(
+                _WHERE,
+                argument=f"like, the object {self.name!r}",
+                got=f"no tree {self._saved_name!r} in the checkpoint",
+                need="the state as spmd.save wrote it",
+                mend="rename= gets the name of the object too",
+            )
         return decoded(self.loading.nodes[self._saved_name], leaf)
 
     def read(self, name: str, like: Any) -> Any:
-        return self.loading.leaf(self._below(name), like)
+        return self.loading.leaf(self.full_name(name), like)
+
+    def value(self, name: str) -> Any:
+        reader = self.loading.reader
+
+        def leaf(node: Any) -> Any:
+            return array_of_kind(node.get("kind", ""), reader.read(reader.manifest.arrays[node["array"]]))
+
+        return decoded(self.loading.nodes[self.loading.rename(self.full_name(name))], leaf)
+
+    def block(self, entry: ArrayEntry, layout: Layout | None = None, index: int = 0) -> np.ndarray:
+        return self.loading.reader.read(entry, None if layout is None else layout.boxes[index])
 
 
 def _some(names: Iterable[str]) -> str:

@@ -86,10 +86,10 @@ def check_dtype(dtype: np.dtype, where: str, name: str) -> None:
 
 def source_of(x: Any, where: str, name: str, members: Members) -> Source:
     """The source of an array of a tree. Raises CheckpointError for what is none."""
-    for kind in type(x).__mro__:
-        if kind in SOURCES:
-            return SOURCES[kind](x, where, name, members)
-    if type(x) is PartitionedArray:
+    of_library = next((SOURCES[kind] for kind in type(x).__mro__ if kind in SOURCES), None)
+    if of_library is not None:
+        source = of_library(x, where, name, members)
+    elif type(x) is PartitionedArray:
         source = _partitioned(x, where, name, members)
     elif isinstance(x, Array | Rooted):
         source = _of_body(x, where, name, members)

@@ -7,33 +7,48 @@ whose state needs more register a handler here, as `spmd.bridge.torch` does for 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
 
 from spmd.errors import CheckpointError
+from spmd.io.manifest import ArrayEntry
+from spmd.layout import Layout
 from spmd.random.generator import Generator
 
-__all__ = ["STATES", "SavedPart", "StateHandler", "handler_of", "load_library_of"]
+__all__ = ["KINDS", "STATES", "SavedPart", "StateHandler", "array_of_kind", "handler_of"]
 
 
 class SavedPart(Protocol):
-    """What a checkpoint holds of one object."""
+    """What a checkpoint holds of one object. Names are those of its leaves, below that of the object."""
 
     name: str
 
     def names(self) -> list[str]:
-        """The names of its leaves, below that of the object."""
+        """The names that were saved."""
         ...
 
-    def tree(self, array: Callable[[str, Any, str], Any] | None = None) -> Any:
-        """The tree that was saved. array(name, entry, kind): the array of a leaf, by default the whole of it. name: in
-        the checkpoint. entry: an `ArrayEntry`. kind: of its `Source`."""
+    def has(self, name: str) -> bool:
+        """Whether a leaf is to be loaded: it was saved, and the caller wants it."""
+        ...
+
+    def tree(self, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
+        """The tree that was saved. array(entry, kind): what to make of an array, by default the whole of it. kind: of
+        its `Source`."""
         ...
 
     def read(self, name: str, like: Any) -> Any:
-        """The leaf of a name, as an array like `like`."""
+        """The leaf of a name, as an array like `like`. Raises CheckpointError where shapes or dtypes differ."""
+        ...
+
+    def value(self, name: str) -> Any:
+        """The leaf or the tree of a name, with whole arrays."""
+        ...
+
+    def block(self, entry: ArrayEntry, layout: Layout | None = None, index: int = 0) -> np.ndarray:
+        """The block of a worker in a layout, or the whole, of an array of `tree`."""
         ...
 
 
@@ -44,12 +59,12 @@ class StateHandler(Protocol):
         """The state as a tree. others: all objects with a state in the tree that is saved, by name."""
         ...
 
-    def names(self, x: Any, saved: list[str]) -> list[str]:
+    def names(self, x: Any, saved: list[str], others: Mapping[str, Any]) -> list[str]:
         """The names of the leaves that it needs, out of those that are saved, and others that are missing there."""
         ...
 
-    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> None:
-        """Give x the state that was saved."""
+    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
+        """Read the state, and give a function that sets it. So nothing changes where reading fails on any worker."""
         ...
 
 
@@ -59,11 +74,11 @@ class _StateDict:
     def save(self, x: Any, others: Mapping[str, Any]) -> Any:
         return x.state_dict()
 
-    def names(self, x: Any, saved: list[str]) -> list[str]:
-        return saved or ["state_dict"]
+    def names(self, x: Any, saved: list[str], others: Mapping[str, Any]) -> list[str]:
+        return saved
 
-    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> None:
-        x.load_state_dict(part.tree())
+    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
+        return partial(x.load_state_dict, part.tree())
 
 
 class _NumPyGenerator(_StateDict):
@@ -81,27 +96,34 @@ class _NumPyGenerator(_StateDict):
             x = x.rng
         return x.bit_generator.state
 
-    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> None:
-        (x.rng if isinstance(x, Generator) else x).bit_generator.state = part.tree()
+    def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
+        generator = x.rng if isinstance(x, Generator) else x
+        return partial(setattr, generator.bit_generator, "state", part.tree())
 
 
 STATES: dict[type, StateHandler] = {np.random.Generator: _NumPyGenerator(), Generator: _NumPyGenerator()}
+KINDS: dict[str, Callable[[np.ndarray], Any]] = {"": lambda array: array, "scalar": lambda array: array[()]}
+"""What to make of an array in the state of an object, by the kind of its `Source`."""
 _BY_METHODS = _StateDict()
 _LIBRARIES: Mapping[str, str] = {"torch": "spmd.bridge.torch.checkpoints"}
+"""What registers the classes of a library here, in `spmd.io.sources` and in `spmd.io.loading`; imported when a tree has
+such objects."""
 
 
-def load_library_of(x: Any) -> None:
-    """Import what registers the classes of x's library, if a tree has objects of it before the bridge is imported."""
-    for kind in type(x).__mro__:
-        module = _LIBRARIES.get(kind.__module__.partition(".")[0])
-        if module is not None:
-            import_module(module)
-            return
+def array_of_kind(kind: str, array: np.ndarray) -> Any:
+    """An array in the state of an object."""
+    if kind not in KINDS:
+        import_module(_LIBRARIES[kind])
+    return KINDS[kind](array)
 
 
 def handler_of(x: Any) -> StateHandler | None:
     """The handler of an object; None for leaves without a state."""
-    load_library_of(x)
+    for kind in type(x).__mro__:
+        module = _LIBRARIES.get(kind.__module__.partition(".")[0])
+        if module is not None:
+            import_module(module)
+            break
     for kind in type(x).__mro__:
         if kind in STATES:
             return STATES[kind]

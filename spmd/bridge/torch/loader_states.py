@@ -1,4 +1,5 @@
-"""Batches of a DataLoader in a body: tensors that a `DistributedSampler` selects vary along its axes."""
+"""Batches of a DataLoader whose sampler is a `DistributedSampler`: they count as steps of the sampler when the program
+has them, and in a body their tensors vary along its axes."""
 
 from __future__ import annotations
 
@@ -9,20 +10,32 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
+from torch.utils.data import BatchSampler, dataloader
 
 from spmd.bridge.torch.frontend import FRONTEND
-from spmd.bridge.torch.sampler import DistributedSampler
+from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.mesh import WORKER
 
 __all__: list[str] = []
 
 
-def _axes_of(sampler: Any) -> tuple[str, ...]:
-    """The axes over which a sampler splits minibatches, through torch's own samplers around it."""
+def _sampler_of(sampler: Any) -> DistributedSampler | None:
+    """The sampler that splits minibatches, through torch's own samplers around it."""
     while sampler is not None and not isinstance(sampler, DistributedSampler):
         sampler = getattr(sampler, "sampler", None)
-    return () if sampler is None else sampler.axis_names
+    return sampler
+
+
+def _note_batches(iterator: Any, sampler: DistributedSampler) -> None:
+    """Tell a sampler how many batches of this pass the program has. Samplers of other kinds between the two may leave
+    out indices; then the position stays that of the indices that were read."""
+    direct, count = iterator._index_sampler, iterator._num_yielded
+    if direct is sampler:
+        sampler.note_batches(count, 1)
+    elif isinstance(direct, Batches):
+        sampler.note_batches(count, None)
+    elif type(direct) is BatchSampler and direct.sampler is sampler:
+        sampler.note_batches(count, direct.batch_size)
 
 
 def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -48,19 +61,22 @@ def _declared(x: Any, declare: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return x
 
 
-def _declaring(step: Callable) -> Callable:
-    """The next batch of a DataLoader's iterator, declared. This covers loaders that users construct with a sampler, and
-    runs in the worker only: processes that read data have no mesh."""
+def _next_batch(step: Callable) -> Callable:
+    """The next batch of a DataLoader's iterator, counted and declared. This covers loaders that users construct with a
+    sampler, and runs in the worker only: processes that read data have no mesh."""
 
     @functools.wraps(step)
     def call(self: Any) -> Any:
-        batch, worker = step(self), WORKER.get()
+        batch, worker, sampler = step(self), WORKER.get(), _sampler_of(self._index_sampler)
+        if sampler is None:
+            return batch
+        _note_batches(self, sampler)
         if worker is None or not worker.tracked:
             return batch
-        names = tuple(n for n in _axes_of(self._index_sampler) if n in worker.mesh.axes)
+        names = tuple(n for n in sampler.axis_names if n in worker.mesh.axes)
         return _declared(batch, lambda x: FRONTEND.declare(x, names, worker)) if names else batch
 
     return call
 
 
-dataloader._BaseDataLoaderIter.__next__ = _declaring(dataloader._BaseDataLoaderIter.__next__)
+dataloader._BaseDataLoaderIter.__next__ = _next_batch(dataloader._BaseDataLoaderIter.__next__)

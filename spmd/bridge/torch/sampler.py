@@ -110,19 +110,38 @@ class DistributedSampler(Sampler[int]):
                 f"batch_size={-(-self.batch_size // self.num_replicas) * self.num_replicas}, or padding=False",
             )
         self.epoch = 0
-        self._position = (0, 0)  # of the last pass: the steps that it has yielded, and the indices of the next step
+        self._position = (0, 0)  # of the last pass: the steps that the program has, and the indices of the next one
+        self._first = (0, 0)  # where that pass began
         self._resumes = False
 
     def __iter__(self) -> Iterator[int]:
         self._refuse_empty_shares()
-        step, offset = self._start()
-        return self._yield_from(self._indices(), step, offset)
+        self._set_start()
+        return self._pass()
 
-    def _yield_from(self, indices: list[int], step: int, offset: int) -> Iterator[int]:
-        size = self.local_batch_size
-        for count in range(step * size + offset + 1, len(indices) + 1):
-            self._position = divmod(count, size) if count < len(indices) else (self._steps, 0)
+    def _pass(self) -> Iterator[int]:
+        (step, offset), indices = self._start(), self._indices()
+        for count in range(step * self.local_batch_size + offset + 1, len(indices) + 1):
+            self._position = self._position_after(count, len(indices))
             yield indices[count - 1]
+
+    def _position_after(self, count: int, length: int) -> tuple[int, int]:
+        """The position after so many of this worker's indices of an epoch."""
+        return divmod(count, self.local_batch_size) if count < length else (self._steps, 0)
+
+    def note_batches(self, count: int, batch_size: int | None) -> None:
+        """Set the position to that of a program that has `count` batches of this pass from a DataLoader, whose
+        processes may be ahead of it.
+
+        batch_size: the indices of a batch, if the loader groups single ones; None: a batch is a step of `batches`.
+        """
+        step, offset = self._first
+        if batch_size is None:
+            self._position = (step + count, 0) if count else self._first
+            return
+        length = len(self)
+        at = step * self.local_batch_size + offset + count * batch_size
+        self._position = self._position_after(min(at, length), length)
 
     def __len__(self) -> int:
         n = len(self.dataset)
@@ -167,9 +186,10 @@ class DistributedSampler(Sampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the last pass, as plain numbers: epoch, yielded steps, and what the order depends on.
 
-        Any number of workers may resume from it, unless it was taken within a share, or with padding. A DataLoader with
-        processes of its own takes more steps than it has yielded. torchdata's StatefulDataLoader corrects that;
-        otherwise count the steps, and load `{"epoch": epoch, "step": count}`.
+        Steps of a DataLoader count when the program has their batch, however many its processes have read ahead. So
+        `spmd.save(path, {"model": model, "sampler": sampler})` within an epoch, and `spmd.load` with such a sampler
+        as `like`, go on with the next minibatch. Any number of workers may resume from it, unless it was taken within
+        a share, or with padding.
         """
         step, offset = self._position
         return {"epoch": self.epoch, "step": step, "offset": offset, **self._order}
@@ -210,11 +230,17 @@ class DistributedSampler(Sampler[int]):
             "num_replicas": self.num_replicas,
         }
 
-    def _start(self) -> tuple[int, int]:
-        """The step and the offset at which the next pass starts."""
+    def _set_start(self) -> None:
+        """Set the position to that at which the next pass starts."""
         if not self._resumes:
             self._position = (0, 0)
+
+    def _start(self) -> tuple[int, int]:
+        """Start a pass; its step and offset. A pass starts at its first index, because a DataLoader with processes
+        makes two iterators and uses the second."""
+        self._set_start()
         self._resumes = False
+        self._first = self._position
         return self._position
 
     def _share(self, n: int) -> int:
@@ -287,10 +313,11 @@ class Batches(Sampler[list[int]]):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        step, offset = self.sampler._start()
-        return self._yield_from(self.sampler._indices(), step, offset)
+        self.sampler._set_start()
+        return self._pass()
 
-    def _yield_from(self, indices: list[int], step: int, offset: int) -> Iterator[list[int]]:
+    def _pass(self) -> Iterator[list[int]]:
+        (step, offset), indices = self.sampler._start(), self.sampler._indices()
         size = self.sampler.local_batch_size
         for number in range(step, self.sampler._steps):
             self.sampler._position = (number + 1, 0)

@@ -348,6 +348,38 @@ def test_processes_of_a_loader_live_on_between_epochs():
     assert list(uneven.batches)[-1] == []
 
 
+def loaders_of(sampler, **options):
+    yield sampler.loader(**options)
+    if min(len(share) for share in sampler.batches):
+        yield DataLoader(sampler.dataset, batch_size=sampler.local_batch_size, sampler=sampler, **options)
+        yield DataLoader(sampler.dataset, batch_size=3, sampler=sampler, **options)
+        yield DataLoader(sampler.dataset, batch_size=None, sampler=sampler, **options)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_step_counts_when_the_program_has_its_batch(processes):
+    """However many the processes of a loader have read ahead."""
+    options = {"num_workers": processes, "prefetch_factor": 4} if processes else {}
+    make = lambda: DistributedSampler(Numbers(29), 2, 1, batch_size=8, seed=3)  # noqa: E731
+    whole = [i for share in make().batches for i in share]
+    for k in range(4):
+        sampler = make()
+        loader = list(loaders_of(sampler, **options))[k]
+        sampler.load_state_dict({"epoch": 0, "step": 1})
+        taken = whole[: sampler.local_batch_size]
+        batches = iter(loader)
+        for _ in range(2):
+            batch = next(batches)
+            taken += [int(batch)] if k == 3 else batch.tolist()
+        after = make()
+        after.load_state_dict(sampler.state_dict())
+        assert taken + [i for share in after.batches for i in share] == whole
+        for _ in batches:
+            pass
+        assert (sampler.state_dict()["step"], sampler.state_dict()["offset"]) == (4, 0)
+        del batches
+
+
 @pytest.mark.full
 def test_processes_that_are_started_afresh_get_it_pickled():
     sampler = DistributedSampler(Numbers(5), 2, 1, batch_size=4)

@@ -32,6 +32,7 @@ __all__ = [
     "PartitionedTensor",
     "gathered",
     "mark_wrapped",
+    "new_leaf",
     "split_like",
     "with_block",
     "with_gradient_layout",
@@ -131,7 +132,7 @@ class PartitionedTensor(torch.Tensor):
         with _disabled():
             if not self.is_leaf:
                 return torch.Tensor.__deepcopy__(self, memo)  # raises torch's error
-            copied = _new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
+            copied = new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
             memo[id(self)] = copied
             if self.grad is not None:
                 copied.grad = copy.deepcopy(self.grad, memo)
@@ -213,7 +214,7 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
             )
         placement = own_placement(layout, worker)
         block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
-        return _new_leaf(cls, block, placement, INVARIANT, requires_grad)
+        return new_leaf(cls, block, placement, INVARIANT, requires_grad)
 
     @classmethod
     def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
@@ -256,10 +257,10 @@ def mark_wrapped(x: Any) -> Any:
     return x
 
 
-def _new_leaf(
+def new_leaf(
     cls: Any, block: torch.Tensor, placement: Placement, state: State, requires_grad: bool, like: Any = None
 ) -> Any:
-    """A leaf. like: a tensor of its shape and strides."""
+    """A leaf of this class on the memory of a block. like: a tensor of its shape and strides."""
     shape = () if like is None else (tuple(like.shape), like.stride())
     with _disabled():
         x = PartitionedTensor.__new__(cls, block, placement, *shape)
@@ -288,7 +289,7 @@ def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) 
             f"on {layout.describe(placement.index)}, one value along the other axes",
             mend="a spec in place of the layout learns the shapes of all blocks",
         )
-    return _new_leaf(cls, own, placement, INVARIANT, False)
+    return new_leaf(cls, own, placement, INVARIANT, False)
 
 
 def with_block(
@@ -310,7 +311,7 @@ def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_gr
     worker = WORKER.get()
     if worker is not None:
         placement = Placement(placement.layout, placement.index, context_of(worker))
-    x = _new_leaf(cls, block, placement, INVARIANT, requires_grad)
+    x = new_leaf(cls, block, placement, INVARIANT, requires_grad)
     check_worker(x._placement, worker)
     return x
 
