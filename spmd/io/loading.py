@@ -225,13 +225,13 @@ class _Loading:
             if not part.wanted and not part.is_there:
                 part.wanted = [name]
             wanted.extend(part.wanted)
-        self._check_names([name for name in wanted if self._is_selected(name)])
+        self._check_names([name for name in wanted if self._is_selected(self.rename(name))])
 
         def make(name: str, x: Any) -> Any:
             if name not in objects:
                 return self.leaf(name, x) if self.loads(name) else x
             x, handler, part = objects[name]
-            if any(map(self.loads, part.wanted)) or (not part.wanted and self._is_selected(name)):
+            if any(map(self.loads, part.wanted)) or (not part.wanted and self._is_selected(self.rename(name))):
                 self.changes.append(handler.load(x, part, others))
             return x
 
@@ -239,7 +239,7 @@ class _Loading:
 
     def loads(self, name: str) -> bool:
         """Whether a leaf of `like` is loaded: it is wanted, and the checkpoint has it."""
-        return self._is_selected(name) and self.rename(name) in self.nodes
+        return self._is_selected(self.rename(name)) and self.rename(name) in self.nodes
 
     def _check_names(self, wanted: list[str]) -> None:
         if not self.strict:
