@@ -23,7 +23,7 @@ from spmd.bridge.torch.sharded import state_dict
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, local_data, no_overrides, plain, state_of_tensor
 from spmd.errors import CheckpointError, describe
-from spmd.io.container import dtype_of
+from spmd.io.container import dtype_of, stored_as
 from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
@@ -40,8 +40,9 @@ __all__: list[str] = []
 
 @lru_cache(maxsize=64)
 def _array_dtype(dtype: torch.dtype) -> np.dtype | None:
-    """NumPy's dtype for one of torch's; None where there is none."""
-    return dtype_of(str(dtype).removeprefix("torch."))
+    """NumPy's dtype for one of torch's; None where none can be saved."""
+    known = dtype_of(str(dtype).removeprefix("torch."))
+    return known if known is not None and stored_as(known) is not None else None
 
 
 def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
