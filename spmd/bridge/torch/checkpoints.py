@@ -23,7 +23,7 @@ from spmd.bridge.torch.sharded import state_dict
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, local_data, no_overrides, plain, state_of_tensor
 from spmd.errors import CheckpointError, describe
-from spmd.io.container import dtype_of
+from spmd.io.container import dtype_of, stored_as
 from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
@@ -40,8 +40,9 @@ __all__: list[str] = []
 
 @lru_cache(maxsize=64)
 def _array_dtype(dtype: torch.dtype) -> np.dtype | None:
-    """NumPy's dtype for one of torch's; None where there is none."""
-    return dtype_of(str(dtype).removeprefix("torch."))
+    """NumPy's dtype for one of torch's; None where none can be saved."""
+    known = dtype_of(str(dtype).removeprefix("torch."))
+    return known if known is not None and stored_as(known) is not None else None
 
 
 def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
@@ -284,19 +285,34 @@ class _Optimizer:
         saved, own = part.tree(_SavedArray), x.state_dict()
         parameters = [p for group in x.param_groups for p in group["params"]]
         whole = isinstance(x, torch.optim.LBFGS)  # its tensors are vectors of the entries of all parameters
-        state = dict(own["state"])
-        for number, (name, p) in enumerate(zip(_parameter_names(x, others), parameters, strict=True)):
-            entries = saved["state"].get(name)
-            if entries is not None and _has_some(part, f"state.{name}", entries):
-                state[number] = _values(part, entries, None if whole else p)
+        names, state = _parameter_names(x, others), dict(own["state"])
         groups = []
         for g, group in enumerate(own["param_groups"]):
+            for number in group["params"]:
+                entries = saved["state"].get(names[number], {})
+                if _has_some(part, f"state.{names[number]}", entries):
+                    state[number] = _values(part, entries, None if whole else parameters[number])
+                elif part.has(f"param_groups.{g}.params.{names[number]}") and not entries:
+                    state.pop(number, None)
             options = saved["param_groups"][g] if g < len(saved["param_groups"]) else {}
             options = {k: v for k, v in options.items() if k != "params" and k not in _OWN_OPTIONS}
             has = _has_some(part, f"param_groups.{g}", options)
             groups.append({**group, **(_values(part, options, None) if has else {})})
         rest = {k: _values(part, v, None) for k, v in saved.items() if k not in ("state", "param_groups")}
-        return partial(x.load_state_dict, {**own, **rest, "state": state, "param_groups": groups})
+        return partial(_load_optimizer, x, {**own, **rest, "state": state, "param_groups": groups})
+
+
+def _load_optimizer(x: Any, loaded: dict[str, Any]) -> None:
+    """`load_state_dict`, which converts to the dtype of the parameter; but numbers, such as the float32 products of
+    NAdam for parameters of float64, keep theirs, so that a run goes on as it would have."""
+    x.load_state_dict(loaded)
+    parameters = [p for group in x.param_groups for p in group["params"]]
+    for number, entries in loaded["state"].items():
+        state = x.state[parameters[number]] if isinstance(number, int) else {}
+        for key, value in entries.items() if state else ():
+            now = state.get(key)
+            if isinstance(value, torch.Tensor) and not value.ndim and isinstance(now, torch.Tensor):
+                state[key] = value.to(now.device, now.dtype if key == "step" else value.dtype)
 
 
 def _prefixes(name: str) -> Iterator[str]:
