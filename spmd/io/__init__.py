@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
+    from spmd.io.inspection import inspect
     from spmd.io.loading import load
     from spmd.io.saving import save
     from spmd.io.structs import ShapeDtypeStruct
 
-__all__ = ["ShapeDtypeStruct", "load", "save"]
+__all__ = ["ShapeDtypeStruct", "inspect", "load", "save"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
+            "spmd.io.inspection": ("inspect",),
             "spmd.io.loading": ("load",),
             "spmd.io.saving": ("save",),
             "spmd.io.structs": ("ShapeDtypeStruct",),

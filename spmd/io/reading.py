@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spmd.io.container import checked_dtype, read_header
 from spmd.io.files import CHUNK, ChunkReader
 from spmd.io.manifest import MANIFEST, ArrayEntry, FileEntry, Manifest, Piece
 from spmd.io.sources import whole_box
+from spmd.io.trees import some
 from spmd.layout import Box
 
 __all__ = ["Reader", "open_checkpoint", "read_manifest"]
@@ -41,53 +42,92 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-_INDEX = "*.safetensors.index.json"
-
-
 def open_checkpoint(path: Path) -> Reader:
     """A reader of a checkpoint; or of a safetensors file of another tool, an index of several, a folder of either."""
     if path.is_dir() and not (path / MANIFEST).exists():
-        indices, files = sorted(path.glob(_INDEX)), sorted(path.glob("*.safetensors"))
-        files = [f for f in files if not f.name.startswith("data-")]
-        if len(indices) == 1 or (not indices and len(files) == 1):
-            path = (indices or files)[0]
-    if path.is_file():
-        folder = path.parent
-        if path.name.endswith(".json"):
-            names = sorted(set(_index(path).values()))
-        else:
-            names = [path.name]
-        return Reader(folder, _manifest_of_files(folder, names))
-    return Reader(path, read_manifest(path))
+        path = _model_in(path)
+    if not path.is_file():
+        return Reader(path, read_manifest(path))
+    files = _indexed_files(path) if path.name.endswith(".json") else {path.name: None}
+    return Reader(path.parent, _manifest_of_files(path.parent, files))
 
 
-def _index(path: Path) -> dict[str, str]:
+_INDEX = ".index.json"
+
+
+def _model_in(folder: Path) -> Path:
+    """The only safetensors file of a folder, or the only index of several; the folder itself if there is none."""
+    indices = sorted(folder.glob(f"*.safetensors{_INDEX}"))
+    files = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("data-")]
+    alone = [f for f in files if not indices or (folder / f"{f.name}{_INDEX}") in indices]
+    candidates = [*indices, *alone]
+    if len(candidates) <= 1:
+        return candidates[0] if candidates else folder
+    raise CheckpointError.at(
+        f"the checkpoint {folder}",
+        got=f"several models: {some(f.name for f in candidates)}",
+        need="one safetensors file, or one index of several",
+        mend=f"give the path of one: {str(candidates[0])!r}",
+    )
+
+
+def _indexed_files(path: Path) -> dict[str, set[str] | None]:
+    """The files that an index names, each with the tensors that it is to have."""
     try:
         table = json.loads(path.read_bytes())["weight_map"]
-        assert all(Path(name).name == name for name in table.values())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        files: dict[str, set[str] | None] = {name: set() for name in sorted(table.values())}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError.at(
             f"the file {path}",
             got="no index of safetensors files",
             need='"weight_map": the file of each tensor, beside the index',
             mend="pass the folder of the checkpoint, or one *.safetensors file",
         ) from None
-    return table
+    for tensor, name in table.items():
+        if Path(str(name)).name != name:
+            raise CheckpointError.at(
+                f"the file {path}",
+                got=f"the file {name!r} for the tensor {tensor!r}",
+                need="files of the folder that the index lies in",
+                mend="move the files beside their index, and write their names into it without folders",
+            )
+        tensors = files[name]
+        assert tensors is not None
+        tensors.add(tensor)
+    missing = [name for name in files if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError.at(
+            f"the checkpoint {path}",
+            got=f"{len(missing)} of {len(files)} files missing: {some(missing)}",
+            need="all files that the index names",
+            mend="download or copy the missing ones beside the index",
+        )
+    return files
 
 
-def _manifest_of_files(folder: Path, names: list[str]) -> Manifest:
-    """A manifest, without checksums, of safetensors files: a tree of one dictionary."""
+def _manifest_of_files(folder: Path, wanted: Mapping[str, set[str] | None]) -> Manifest:
+    """A manifest, without checksums, of safetensors files: a tree of one dictionary. wanted: by file the tensors of
+    it, None for all."""
     arrays: dict[str, ArrayEntry] = {}
     files = []
     metadata: dict[str, str] = {}
-    for k, name in enumerate(names):
+    for k, (name, names) in enumerate(wanted.items()):
         tensors, more = read_header(folder / name)
         metadata |= more
         files.append(FileEntry(name, (folder / name).stat().st_size, None))
+        missing = sorted((names or set()) - {t.name for t in tensors})
+        if missing:
+            raise CheckpointError.at(
+                f"the file {folder / name}",
+                got=f"no tensor {some(missing)}",
+                need="the tensors that the index says are in it",
+                mend="the file or the index is of another version of the model: fetch both again",
+            )
         for t in tensors:
-            dtype, box = checked_dtype(t, folder / name), whole_box(t.shape)
-            pieces = (Piece(box, k, t.offset),) if math.prod(t.shape) else ()
-            arrays[t.name] = ArrayEntry(t.name, t.shape, dtype, "", pieces)
+            if names is None or t.name in names:
+                dtype, box = checked_dtype(t, folder / name), whole_box(t.shape)
+                pieces = (Piece(box, k, t.offset),) if math.prod(t.shape) else ()
+                arrays[t.name] = ArrayEntry(t.name, t.shape, dtype, "", pieces)
     tree = {"dict": [[name, {"array": name}] for name in arrays]}
     return Manifest("", tree, arrays, files, metadata or None)
 
