@@ -169,9 +169,8 @@ class _Loading:
         wanted = decoded(node, lambda leaf: _Leaf(self.reader.manifest.arrays[leaf["array"]], leaf.get("kind", "")))
         spec_of: dict[int, Spec] = {}
         if specs is not None:
-            spec_of = {
-                id(leaf.value): leaf.spec for leaf in spread(_WHERE, "tree", "specs", specs, wanted) if leaf.spec
-            }
+            leaves = spread(_WHERE, "tree", "specs", specs, wanted)
+            spec_of = {id(leaf.value): leaf.spec for leaf in leaves if leaf.spec is not None}
         return map_leaves(wanted, lambda _, x: self._bare_or_put(x, spec_of) if isinstance(x, _Leaf) else x)
 
     def _bare_or_put(self, leaf: _Leaf, spec_of: dict[int, Spec]) -> Any:

@@ -84,7 +84,7 @@ def _indexed_files(path: Path) -> dict[str, set[str] | None]:
             mend="pass the folder of the checkpoint, or one *.safetensors file",
         ) from None
     for tensor, name in table.items():
-        if Path(str(name)).name != name:
+        if Path(str(name)).name != name or name in ("", ".."):
             raise CheckpointError.at(
                 f"the file {path}",
                 got=f"the file {name!r} for the tensor {tensor!r}",
