@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Stored", "Tensor", "dtype_of", "header", "read_header", "stored_as"]
+__all__ = ["Stored", "Tensor", "dtype_of", "exported_as", "header", "read_header", "stored_as"]
 
 _HEADER_MAX = 100 << 20
 """The longest header that the format allows."""
@@ -79,6 +79,11 @@ def stored_as(dtype: np.dtype) -> Stored | None:
         part = np.dtype(f"uint{8 * dtype.itemsize}")
         return Stored(_CODES[part.name], part, 1)
     return None
+
+
+def exported_as(dtype: np.dtype) -> str | None:
+    """The type by which a header names a dtype as it is; None if the format has none."""
+    return next((code for code, name in _DTYPES.items() if name == dtype.name), None)
 
 
 class Tensor(NamedTuple):

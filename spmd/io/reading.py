@@ -19,7 +19,7 @@ from spmd.io.sources import whole_box
 from spmd.io.trees import some
 from spmd.layout import Box
 
-__all__ = ["Reader", "open_checkpoint", "read_manifest"]
+__all__ = ["Reader", "common_box", "flat_index", "open_checkpoint", "read_manifest", "slices_within"]
 
 SLAB_BYTES = 4 << 20
 """What is not wanted as it lies is read in parts of this size."""
@@ -172,10 +172,10 @@ class Reader:
         try:
             missing = out.size
             for piece in entry.pieces:
-                common = _common(piece.box, box)
+                common = common_box(piece.box, box)
                 if common is not None:
                     missing -= math.prod(stop - start for start, stop in common)
-                    self._copy(entry, piece, common, out[_slices(common, box)])
+                    self._copy(entry, piece, common, out[slices_within(common, box)])
         except CorruptCheckpointError as error:
             raise type(error)(f"the leaf {entry.name!r}, {error}") from None
         if missing:
@@ -193,13 +193,14 @@ class Reader:
         copy_box(self.file(piece.file), piece.offset, lengths, inside, out)
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def common_box(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes; None if it has no entries."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
-def _slices(box: Box, around: Box) -> tuple[Any, ...]:
+def slices_within(box: Box, around: Box) -> tuple[Any, ...]:
+    """The slices of a box in an array that has the entries of a box around it."""
     # The ellipsis keeps an array without dimensions an array.
     return (*(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True)), ...)
 
@@ -238,8 +239,8 @@ def _read_rows(file: ChunkReader, offset: int, lengths: tuple[int, ...], box: Bo
     """Read parts of short rows: the bytes from the first entry to the last, some rows at a time."""
     itemsize = out.dtype.itemsize
     row = math.prod(lengths[1:]) * itemsize
-    first = _flat([a for a, _ in box[1:]], lengths[1:]) * itemsize
-    last = (_flat([b - 1 for _, b in box[1:]], lengths[1:]) + 1) * itemsize
+    first = flat_index([a for a, _ in box[1:]], lengths[1:]) * itemsize
+    last = (flat_index([b - 1 for _, b in box[1:]], lengths[1:]) + 1) * itemsize
     inside = tuple(slice(a, b) for a, b in box[1:])
     for rows in _groups(len(out), row):
         n = rows.stop - rows.start
@@ -255,7 +256,7 @@ def _groups(rows: int, nbytes: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _flat(index: list[int], lengths: tuple[int, ...]) -> int:
+def flat_index(index: list[int], lengths: tuple[int, ...]) -> int:
     """The place of an entry, last dimension fastest."""
     at = 0
     for k, n in zip(index, lengths, strict=True):

@@ -81,7 +81,10 @@ def test_by_names_of_ones_own(path):
     """like, rename, names and convert on a file of another tool."""
     with spmd.Mesh(x=3):
         like = {
-            "model": {"tok": spmd.zeros((11, 6), np.float32, spec=P("x")), "b": spmd.ShapeDtypeStruct((7,), float, P())},
+            "model": {
+                "tok": spmd.zeros((11, 6), np.float32, spec=P("x")),
+                "b": spmd.ShapeDtypeStruct((7,), float, P()),
+            },
             "w": spmd.ShapeDtypeStruct((7, 6), np.float32, P("x")),
             "own": np.ones(2),
         }
