@@ -119,10 +119,9 @@ def one_level(node: Any) -> tuple[Sequence[Any], list[Any], Callable[[list[Any]]
     """
     if type(node) is dict:
         return [*node], [*node.values()], lambda children: dict(zip(node, children, strict=True))
-    try:
-        children, metadata, keys, unflatten = optree.tree_flatten_one_level(node, **_NAMESPACE)
-    except ValueError:  # a leaf
+    if type(node) in LEAF_TYPES or optree.tree_is_leaf(node, **_NAMESPACE):
         return None
+    children, metadata, keys, unflatten = optree.tree_flatten_one_level(node, **_NAMESPACE)
     return getattr(node, "_fields", keys), children, lambda children: unflatten(metadata, children)
 
 

@@ -1,4 +1,4 @@
-"""`python -m spmd info`, `python -m spmd adjoint`, `python -m spmd cost` and `python -m spmd bench kernels`."""
+"""`python -m spmd info`, `adjoint`, `cost`, `checkpoint` and `bench kernels`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 import spmd
 from spmd.axes import is_main
-from spmd.errors import MeshError, TransportError, nearest, prints
+from spmd.errors import CheckpointError, CorruptCheckpointError, MeshError, TransportError, nearest, prints
 from spmd.info import info
 from spmd.mesh import Mesh
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
@@ -142,6 +143,21 @@ def kernel_speeds(args: argparse.Namespace) -> int:
     return 0
 
 
+def checkpoint(args: argparse.Namespace) -> int:
+    """What a checkpoint holds. The exit status is 1 if something is damaged, and 2 if there is none."""
+    from spmd.io.inspection import report
+
+    if not is_main():
+        return 0
+    try:
+        content, text, is_whole = report(args.path, args.verify)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1 if isinstance(error, CorruptCheckpointError) else 2
+    say(json.dumps(content, indent=2) if args.json else text)
+    return int(not is_whole)
+
+
 def fits(report: AdjointReport) -> bool:
     """Whether an operator sent the messages that it declares; True if the test failed before that."""
     return report.declared is None or report.declared == (report.messages, report.bytes)
@@ -203,7 +219,13 @@ def main(argv: list[str] | None = None) -> int:
     costs.add_argument("--bytes", default=8, type=parse_bytes, help=about)
     costs.add_argument("--hosts", default=1, type=parse_count(1), help="hosts that the workers are on (default: 1)")
     costs.add_argument("--json", action="store_true", help="print JSON")
+    saved = commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is as it was written")
+    saved.add_argument("path", type=Path, help="a folder of spmd.save or of a CheckpointManager, or safetensors files")
+    saved.add_argument("--verify", action="store_true", help="read all and compare checksums; status 1 if damaged")
+    saved.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
+    if args.command == "checkpoint":
+        return checkpoint(args)
     if args.command == "cost":
         return cost_table(args)
     if args.command == "bench":

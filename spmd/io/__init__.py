@@ -5,17 +5,21 @@ from typing import TYPE_CHECKING
 from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
+    from spmd.io.exporting import export
+    from spmd.io.inspection import inspect
     from spmd.io.loading import load
     from spmd.io.manager import CheckpointManager
     from spmd.io.saving import save
     from spmd.io.structs import ShapeDtypeStruct
 
-__all__ = ["CheckpointManager", "ShapeDtypeStruct", "load", "save"]
+__all__ = ["CheckpointManager", "ShapeDtypeStruct", "export", "inspect", "load", "save"]
 
 if not TYPE_CHECKING:
     __getattr__, __dir__ = lazy_attributes(
         __name__,
         {
+            "spmd.io.exporting": ("export",),
+            "spmd.io.inspection": ("inspect",),
             "spmd.io.loading": ("load",),
             "spmd.io.manager": ("CheckpointManager",),
             "spmd.io.saving": ("save",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from spmd.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Stored", "Tensor", "dtype_of", "header", "read_header", "stored_as"]
+__all__ = ["Stored", "Tensor", "dtype_of", "exported_as", "header", "read_header", "stored_as"]
 
 _HEADER_MAX = 100 << 20
 """The longest header that the format allows."""
@@ -43,6 +44,9 @@ _DTYPES = {code: name for name, code in _CODES.items()} | {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
 }
 """NumPy's names of the types that a header may name."""
@@ -75,6 +79,11 @@ def stored_as(dtype: np.dtype) -> Stored | None:
         part = np.dtype(f"uint{8 * dtype.itemsize}")
         return Stored(_CODES[part.name], part, 1)
     return None
+
+
+def exported_as(dtype: np.dtype) -> str | None:
+    """The type by which a header names a dtype as it is; None if the format has none."""
+    return next((code for code, name in _DTYPES.items() if name == dtype.name), None)
 
 
 class Tensor(NamedTuple):
@@ -122,11 +131,12 @@ def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
         tensors = []
         for name, entry in table.items():
             start, stop = entry["data_offsets"]
-            tensors.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start))
+            shape = tuple(map(operator.index, entry["shape"]))
+            tensors.append(Tensor(name, entry["dtype"], shape, 8 + length + start, stop - start))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_container(path, f"a header that cannot be read ({error})") from None
     for t in tensors:
-        fits = t.offset >= 8 + length and t.nbytes >= 0 and t.offset + t.nbytes <= size
+        fits = t.offset >= 8 + length and t.nbytes >= 0 and t.offset + t.nbytes <= size and min(t.shape, default=0) >= 0
         if not fits or (t.dtype is not None and math.prod(t.shape) * t.dtype.itemsize != t.nbytes):
             raise _no_container(path, f"a tensor {t.name!r} whose place or shape does not fit the file")
     return tensors, metadata

@@ -24,11 +24,14 @@ __all__ = [
     "CHUNK",
     "ChunkReader",
     "Lock",
+    "PlacedWriter",
     "StreamWriter",
     "checksum",
     "flush_folder",
     "make_folder",
+    "make_folder_for",
     "remove",
+    "rename",
     "replace_file",
     "write_file",
 ]
@@ -74,6 +77,15 @@ def make_folder(path: Path) -> None:
     flush_folder(path.parent)
 
 
+def make_folder_for(where: str, path: Path) -> None:
+    """Make the folder that the argument `path` of a public function names."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError.at(
+            where, argument="path", got=f"the file {path}", need="a folder, or a new name", mend="rename one"
+        )
+    make_folder(path)
+
+
 def write_all(file: int, data: Any) -> None:
     """Write all of some bytes: a single call writes 2 GiB at most, and less if a signal interrupts it."""
     view = memoryview(data).cast("B")
@@ -101,6 +113,11 @@ def replace_file(path: Path, data: bytes, temporary: str) -> None:
         remove([new])
         raise
     flush_folder(path.parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give a file another name; a file that has it is replaced. The names in the folder are not flushed."""
+    os.replace(old, new)
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -143,6 +160,36 @@ class StreamWriter:
         """Flush the file, and close it."""
         if self.nbytes % CHUNK:
             self._end_chunk()
+        flush(self._file)
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class PlacedWriter:
+    """A file of which several processes write places of their own. size: that of a new file; None: it is there."""
+
+    def __init__(self, path: Path, size: int | None = None):
+        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if size is None else os.O_CREAT), _MODE)
+        if size is not None:
+            try:
+                os.ftruncate(self._file, size)
+            except BaseException:
+                self.close()
+                raise
+
+    def write(self, start: int, data: Any) -> None:
+        """Write the bytes of a C-contiguous buffer at a place."""
+        view = memoryview(data)
+        while view:
+            n = os.pwrite(self._file, view[: 1 << 30], start)
+            view, start = view[n:], start + n
+
+    def finish(self) -> None:
+        """Flush the file, and close it."""
         flush(self._file)
         self.close()
 
@@ -248,9 +295,12 @@ def corrupt_chunk(path: Path, k: int) -> CorruptCheckpointError:
 
 
 class Lock:
-    """A file that one process at a time holds. The system frees it when the process ends, however it ends."""
+    """A file that one process at a time holds. The system frees it when the process ends, however it ends.
 
-    def __init__(self, path: Path):
+    where: the public function that saves, for messages.
+    """
+
+    def __init__(self, path: Path, where: str = "spmd.save"):
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
         try:
@@ -260,7 +310,7 @@ class Lock:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise CheckpointError.at(
-                "spmd.save",
+                where,
                 argument="path",
                 got=f"{path.parent}, to which another process or thread is saving",
                 need="one save at a time to one place",

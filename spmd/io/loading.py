@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from spmd.io.members import Members, members_of
 from spmd.io.reading import open_checkpoint, read_manifest
 from spmd.io.states import StateHandler, array_of_kind, handler_of
 from spmd.io.structs import ShapeDtypeStruct
-from spmd.io.trees import ROOT, constant, decoded, is_constant, joined, json_nodes, map_leaves
+from spmd.io.trees import ROOT, constant, decoded, is_constant, joined, json_nodes, map_leaves, some
 from spmd.kernels import on_device
 from spmd.layout import Layout, Spec
 from spmd.mesh import Mesh
@@ -173,9 +173,8 @@ class _Loading:
         wanted = decoded(node, lambda leaf: _Leaf(self.reader.manifest.arrays[leaf["array"]], leaf.get("kind", "")))
         spec_of: dict[int, Spec] = {}
         if specs is not None:
-            spec_of = {
-                id(leaf.value): leaf.spec for leaf in spread(_WHERE, "tree", "specs", specs, wanted) if leaf.spec
-            }
+            leaves = spread(_WHERE, "tree", "specs", specs, wanted)
+            spec_of = {id(leaf.value): leaf.spec for leaf in leaves if leaf.spec is not None}
         return map_leaves(wanted, lambda _, x: self._bare_or_put(x, spec_of) if isinstance(x, _Leaf) else x)
 
     def _bare_or_put(self, leaf: _Leaf, spec_of: dict[int, Spec]) -> Any:
@@ -191,7 +190,7 @@ class _Loading:
                 raise CheckpointError.at(
                     _WHERE,
                     argument="names",
-                    got=f"{pattern!r}, which fits none of {_some(self.leaves)}",
+                    got=f"{pattern!r}, which fits none of {some(self.leaves)}",
                     need="patterns of names of the checkpoint, such as 'params.*'",
                     mend="spmd.io.inspect(path) lists the names",
                 )
@@ -253,9 +252,9 @@ class _Loading:
         got = []
         if missing:
             close = nearest(self.rename(missing[0]), self.leaves, 1)
-            got.append(f"missing in the checkpoint: {_some(missing)}{f' (near: {close[0]!r})' if close else ''}")
+            got.append(f"missing in the checkpoint: {some(missing)}{f' (near: {close[0]!r})' if close else ''}")
         if unexpected:
-            got.append(f"unexpected there: {_some(unexpected)}")
+            got.append(f"unexpected there: {some(unexpected)}")
         raise CheckpointError.at(
             _WHERE,
             argument="like",
@@ -396,9 +395,3 @@ class _Part:
 
     def block(self, entry: ArrayEntry, layout: Layout | None = None, index: int = 0) -> np.ndarray:
         return self.loading.reader.read(entry, None if layout is None else layout.boxes[index])
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(map(repr, names[:8]))
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

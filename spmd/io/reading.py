@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from spmd.io.container import checked_dtype, read_header
 from spmd.io.files import CHUNK, ChunkReader
 from spmd.io.manifest import MANIFEST, ArrayEntry, FileEntry, Manifest, Piece
 from spmd.io.sources import whole_box
+from spmd.io.trees import some
 from spmd.layout import Box
 
-__all__ = ["Reader", "open_checkpoint", "read_manifest"]
+__all__ = ["Reader", "common_box", "flat_index", "open_checkpoint", "read_manifest", "slices_within"]
 
 SLAB_BYTES = 4 << 20
 """What is not wanted as it lies is read in parts of this size."""
@@ -41,53 +42,92 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
 
 
-_INDEX = "*.safetensors.index.json"
-
-
 def open_checkpoint(path: Path) -> Reader:
     """A reader of a checkpoint; or of a safetensors file of another tool, an index of several, a folder of either."""
     if path.is_dir() and not (path / MANIFEST).exists():
-        indices, files = sorted(path.glob(_INDEX)), sorted(path.glob("*.safetensors"))
-        files = [f for f in files if not f.name.startswith("data-")]
-        if len(indices) == 1 or (not indices and len(files) == 1):
-            path = (indices or files)[0]
-    if path.is_file():
-        folder = path.parent
-        if path.name.endswith(".json"):
-            names = sorted(set(_index(path).values()))
-        else:
-            names = [path.name]
-        return Reader(folder, _manifest_of_files(folder, names))
-    return Reader(path, read_manifest(path))
+        path = _model_in(path)
+    if not path.is_file():
+        return Reader(path, read_manifest(path))
+    files = _indexed_files(path) if path.name.endswith(".json") else {path.name: None}
+    return Reader(path.parent, _manifest_of_files(path.parent, files))
 
 
-def _index(path: Path) -> dict[str, str]:
+_INDEX = ".index.json"
+
+
+def _model_in(folder: Path) -> Path:
+    """The only safetensors file of a folder, or the only index of several; the folder itself if there is none."""
+    indices = sorted(folder.glob(f"*.safetensors{_INDEX}"))
+    files = [f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("data-")]
+    alone = [f for f in files if not indices or (folder / f"{f.name}{_INDEX}") in indices]
+    candidates = [*indices, *alone]
+    if len(candidates) <= 1:
+        return candidates[0] if candidates else folder
+    raise CheckpointError.at(
+        f"the checkpoint {folder}",
+        got=f"several models: {some(f.name for f in candidates)}",
+        need="one safetensors file, or one index of several",
+        mend=f"give the path of one: {str(candidates[0])!r}",
+    )
+
+
+def _indexed_files(path: Path) -> dict[str, set[str] | None]:
+    """The files that an index names, each with the tensors that it is to have."""
     try:
         table = json.loads(path.read_bytes())["weight_map"]
-        assert all(Path(name).name == name for name in table.values())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        files: dict[str, set[str] | None] = {name: set() for name in sorted(table.values())}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError.at(
             f"the file {path}",
             got="no index of safetensors files",
             need='"weight_map": the file of each tensor, beside the index',
             mend="pass the folder of the checkpoint, or one *.safetensors file",
         ) from None
-    return table
+    for tensor, name in table.items():
+        if Path(str(name)).name != name or name in ("", ".."):
+            raise CheckpointError.at(
+                f"the file {path}",
+                got=f"the file {name!r} for the tensor {tensor!r}",
+                need="files of the folder that the index lies in",
+                mend="move the files beside their index, and write their names into it without folders",
+            )
+        tensors = files[name]
+        assert tensors is not None
+        tensors.add(tensor)
+    missing = [name for name in files if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError.at(
+            f"the checkpoint {path}",
+            got=f"{len(missing)} of {len(files)} files missing: {some(missing)}",
+            need="all files that the index names",
+            mend="download or copy the missing ones beside the index",
+        )
+    return files
 
 
-def _manifest_of_files(folder: Path, names: list[str]) -> Manifest:
-    """A manifest, without checksums, of safetensors files: a tree of one dictionary."""
+def _manifest_of_files(folder: Path, wanted: Mapping[str, set[str] | None]) -> Manifest:
+    """A manifest, without checksums, of safetensors files: a tree of one dictionary. wanted: by file the tensors of
+    it, None for all."""
     arrays: dict[str, ArrayEntry] = {}
     files = []
     metadata: dict[str, str] = {}
-    for k, name in enumerate(names):
+    for k, (name, names) in enumerate(wanted.items()):
         tensors, more = read_header(folder / name)
         metadata |= more
         files.append(FileEntry(name, (folder / name).stat().st_size, None))
+        missing = sorted((names or set()) - {t.name for t in tensors})
+        if missing:
+            raise CheckpointError.at(
+                f"the file {folder / name}",
+                got=f"no tensor {some(missing)}",
+                need="the tensors that the index says are in it",
+                mend="the file or the index is of another version of the model: fetch both again",
+            )
         for t in tensors:
-            dtype, box = checked_dtype(t, folder / name), whole_box(t.shape)
-            pieces = (Piece(box, k, t.offset),) if math.prod(t.shape) else ()
-            arrays[t.name] = ArrayEntry(t.name, t.shape, dtype, "", pieces)
+            if names is None or t.name in names:
+                dtype, box = checked_dtype(t, folder / name), whole_box(t.shape)
+                pieces = (Piece(box, k, t.offset),) if math.prod(t.shape) else ()
+                arrays[t.name] = ArrayEntry(t.name, t.shape, dtype, "", pieces)
     tree = {"dict": [[name, {"array": name}] for name in arrays]}
     return Manifest("", tree, arrays, files, metadata or None)
 
@@ -132,10 +172,10 @@ class Reader:
         try:
             missing = out.size
             for piece in entry.pieces:
-                common = _common(piece.box, box)
+                common = common_box(piece.box, box)
                 if common is not None:
                     missing -= math.prod(stop - start for start, stop in common)
-                    self._copy(entry, piece, common, out[_slices(common, box)])
+                    self._copy(entry, piece, common, out[slices_within(common, box)])
         except CorruptCheckpointError as error:
             raise type(error)(f"the leaf {entry.name!r}, {error}") from None
         if missing:
@@ -153,13 +193,14 @@ class Reader:
         copy_box(self.file(piece.file), piece.offset, lengths, inside, out)
 
 
-def _common(one: Box, other: Box) -> Box | None:
+def common_box(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes; None if it has no entries."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
-def _slices(box: Box, around: Box) -> tuple[Any, ...]:
+def slices_within(box: Box, around: Box) -> tuple[Any, ...]:
+    """The slices of a box in an array that has the entries of a box around it."""
     # The ellipsis keeps an array without dimensions an array.
     return (*(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True)), ...)
 
@@ -198,8 +239,8 @@ def _read_rows(file: ChunkReader, offset: int, lengths: tuple[int, ...], box: Bo
     """Read parts of short rows: the bytes from the first entry to the last, some rows at a time."""
     itemsize = out.dtype.itemsize
     row = math.prod(lengths[1:]) * itemsize
-    first = _flat([a for a, _ in box[1:]], lengths[1:]) * itemsize
-    last = (_flat([b - 1 for _, b in box[1:]], lengths[1:]) + 1) * itemsize
+    first = flat_index([a for a, _ in box[1:]], lengths[1:]) * itemsize
+    last = (flat_index([b - 1 for _, b in box[1:]], lengths[1:]) + 1) * itemsize
     inside = tuple(slice(a, b) for a, b in box[1:])
     for rows in _groups(len(out), row):
         n = rows.stop - rows.start
@@ -215,7 +256,7 @@ def _groups(rows: int, nbytes: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _flat(index: list[int], lengths: tuple[int, ...]) -> int:
+def flat_index(index: list[int], lengths: tuple[int, ...]) -> int:
     """The place of an entry, last dimension fastest."""
     at = 0
     for k, n in zip(index, lengths, strict=True):

@@ -7,12 +7,11 @@ ends. So if the lock is free, files that the manifest does not name are those of
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -22,17 +21,16 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.errors import CheckpointError
-from spmd.io.files import Lock, make_folder, remove, replace_file, write_file
+from spmd.io.agreement import Contents
+from spmd.io.files import Lock, make_folder_for, remove, replace_file, write_file
 from spmd.io.manifest import MANIFEST, FileEntry, Manifest
 from spmd.io.members import Members, members_of
-from spmd.io.sources import Source, is_within, part_of, source_of
-from spmd.io.states import handler_of
-from spmd.io.trees import encoded, json_nodes, map_leaves
-from spmd.io.writing import array_entries, digest_of_replica, plan_of, write_files
+from spmd.io.sources import is_within, part_of
+from spmd.io.trees import map_leaves
+from spmd.io.writing import array_entries, plan_of, write_files
 from spmd.layout import Box
 from spmd.mesh import Mesh
 from spmd.tracebacks import api_boundary
-from spmd.transport.base import checks_are_on
 
 __all__ = ["LOCK", "Save", "meshes_in", "save"]
 
@@ -90,11 +88,10 @@ class Save:
         self.folder = Path(os.path.abspath(os.fspath(path)))
         self.members = members
         self.metadata = metadata
-        self.sources: dict[str, Source] = {}
         self._lock: Lock | None = None
         agreed = members.together(partial(self._begin, tree), self.clean)
         try:
-            self._agree(agreed)
+            self.contents.agree(agreed)
         except BaseException:
             self.clean()
             raise
@@ -115,67 +112,17 @@ class Save:
                 need="what JSON can hold",
                 mend="str(x); arrays go into tree",
             ) from None
-        self.tree = encoded(_with_states(tree), self._leaf, where)
-        own = {"plan": _digest([self.tree, self.metadata, self._shapes()]), "replicas": _digest([*self._replicas()])}
+        self.contents = Contents(tree, self.members, {"metadata": self.metadata})
+        self.tree, self.sources = self.contents.tree, self.contents.sources
+        own = self.contents.digests()
         if not self.members.is_first:
             return own
         id = secrets.token_hex(8)
-        self._make_folder(where)
+        make_folder_for(where, self.folder)
         self._lock = Lock(self.folder / LOCK)
         if self.members.size > 1:
             write_file(self.folder / f"probe-{id}", b"")
         return own | {"id": id}
-
-    def _leaf(self, name: str, x: Any) -> Any:
-        source = self.sources[name] = source_of(x, self.members.where, name, self.members)
-        return {"array": name, **({"kind": source.kind} if source.kind else {})}
-
-    def _make_folder(self, where: str) -> None:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError.at(
-                where, argument="path", got=f"the file {self.folder}", need="a folder, or a new name", mend="rename one"
-            )
-        make_folder(self.folder)
-
-    def _shapes(self) -> list[Any]:
-        return [[name, s.shape, s.dtype.name, s.layout] for name, s in self.sources.items()]
-
-    def _replicas(self) -> Iterable[Any]:
-        """The names of the bare arrays, with digests."""
-        if checks_are_on():
-            for name, source in self.sources.items():
-                if source.is_replica:
-                    yield name, digest_of_replica(source)
-
-    def _agree(self, agreed: list[dict[str, Any]]) -> None:
-        """Raise if not all members save the same. All find the same difference."""
-        for key in ("plan", "replicas"):
-            other = next((m for m, a in enumerate(agreed) if a[key] != agreed[0][key]), None)
-            if other is not None:
-                shown = self._shown() if key == "plan" else [*self._replicas()]
-                lists = self.members.share([[str(name), str(text)] for name, text in shown])
-                self._raise_difference(key, other, lists[0], lists[other])
-
-    def _shown(self) -> list[tuple[str, str]]:
-        leaves = [(name, json.dumps(node)) for name, node, is_leaf in json_nodes(self.tree) if is_leaf]
-        arrays = [(name, f"{dtype}{list(shape)} {layout}".strip()) for name, shape, dtype, layout in self._shapes()]
-        return [*leaves, *arrays, ("metadata", json.dumps(self.metadata))]
-
-    def _raise_difference(self, key: str, other: int, one: list[list[str]], two: list[list[str]]) -> None:
-        first, second = dict(one), dict(two)
-        name = next((n for n in [*first, *second] if first.get(n) != second.get(n)), "")
-        mine, theirs = (values.get(name, "no such leaf") for values in (first, second))
-        got = f"{mine} on {self.members.describe(0)} and {theirs} on {self.members.describe(other)}"
-        if key == "replicas":
-            got = f"values that differ between {self.members.describe(0)} and {self.members.describe(other)}"
-        raise CheckpointError.at(
-            self.members.where,
-            argument=f"tree, the leaf {name!r}",
-            got=got,
-            need="the same on all: bare arrays, numbers and strings count as one value",
-            mend="spmd.from_blocks makes a global array of blocks that differ; in bodies of PyTorch "
-            "spt.PartitionedTensor.from_block(x, spec)",
-        )
 
     def _see_probe(self) -> None:
         probe = self.folder / f"probe-{self.id}"
@@ -252,29 +199,6 @@ def remove_unnamed(folder: Path) -> None:
     except CheckpointError:  # damaged: what it names could still be of use to somebody
         return
     remove(folder / name for name in os.listdir(folder) if _OURS.fullmatch(name) and name not in named)
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _with_states(tree: Any) -> Any:
-    """A tree with the states of objects in place of the objects."""
-    objects: dict[str, Any] = {}
-
-    def note(name: str, x: Any) -> None:
-        if handler_of(x) is not None:
-            objects[name] = x
-
-    map_leaves(tree, note)
-    if not objects:
-        return tree
-
-    def state(name: str, x: Any) -> Any:
-        handler = handler_of(x) if name in objects else None
-        return x if handler is None else handler.save(x, objects)
-
-    return map_leaves(tree, state)
 
 
 def _of_copies(copies: dict[Box, np.ndarray]) -> Callable[[Box], np.ndarray]:

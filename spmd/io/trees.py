@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from spmd import optim
 from spmd.autodiff import tree
 from spmd.errors import CheckpointError, describe
 
-__all__ = ["ROOT", "constant", "decoded", "encoded", "is_constant", "joined", "json_nodes", "map_leaves"]
+__all__ = ["ROOT", "constant", "decoded", "encoded", "is_constant", "joined", "json_nodes", "map_leaves", "some"]
 
 ROOT = "value"
 """The name of a tree that is one leaf."""
@@ -166,3 +166,10 @@ def map_leaves(node: Any, f: Callable[[str, Any], Any], name: str = "") -> Any:
         return f(name or ROOT, node)
     keys, values, rebuild = level
     return rebuild([map_leaves(child, f, joined(name, key)) for key, child in zip(keys, values, strict=True)])
+
+
+def some(names: Iterable[str]) -> str:
+    """Names in messages: the first eight, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(map(repr, names[:8]))
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

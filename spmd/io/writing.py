@@ -20,7 +20,7 @@ from spmd.io.manifest import ArrayEntry, FileEntry, Piece
 from spmd.io.sources import Source
 from spmd.layout import Box, block_bounds
 
-__all__ = ["WritePlan", "plan_of", "slabs", "write_files"]
+__all__ = ["WritePlan", "plan_of", "slab_boxes", "slabs", "volume", "write_files"]
 
 FILE_BYTES = 2 << 30
 """No file is longer than this and a header."""
@@ -56,18 +56,18 @@ def plan_of(id: str, sources: Mapping[str, Source], members: int) -> WritePlan:
     for name, source in sources.items():
         itemsize = source.dtype.itemsize
         for box, holders in source.holders.items():
-            nbytes = _volume(box) * itemsize
+            nbytes = volume(box) * itemsize
             shares = max(1, min(len(holders), nbytes // SHARED_MIN))
             for part in _divided(box, max(shares, -(-nbytes // FILE_BYTES))):
                 member = min(holders, key=lambda m: (loads[m], m))
-                nbytes = _volume(part) * itemsize
+                nbytes = volume(part) * itemsize
                 tensor = name if part == tuple((0, n) for n in source.shape) else f"{name}{_shown(part)}"
                 pieces[member].append(PlannedPiece(name, tensor, part, nbytes))
                 loads[member] += nbytes
     return WritePlan(id, [_in_files(id, member, mine) for member, mine in enumerate(pieces)])
 
 
-def _volume(box: Box) -> int:
+def volume(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 
 
@@ -158,16 +158,16 @@ def write_files(folder: Path, plan: WritePlan, member: int, sources: Mapping[str
 def slabs(source: Source, box: Box) -> Iterator[np.ndarray]:
     """The bytes of a box in order, as contiguous arrays of uint8: as they lie, or copied a few MiB at a time."""
     stored = _stored(source)
-    for part in _slab_boxes(box, source.dtype.itemsize):
+    for part in slab_boxes(box, source.dtype.itemsize):
         block = source.block(part)
         if not block.dtype.isnative:
             block = block.astype(block.dtype.newbyteorder("="))
         yield np.ascontiguousarray(block).reshape(-1).view(stored.dtype).view(np.uint8)
 
 
-def _slab_boxes(box: Box, itemsize: int) -> Iterator[Box]:
+def slab_boxes(box: Box, itemsize: int) -> Iterator[Box]:
     """A box as boxes of at most SLAB_BYTES, which follow each other in its order."""
-    nbytes = _volume(box) * itemsize
+    nbytes = volume(box) * itemsize
     if nbytes <= SLAB_BYTES:
         yield box
         return
@@ -175,7 +175,7 @@ def _slab_boxes(box: Box, itemsize: int) -> Iterator[Box]:
     start, stop = box[dim]
     rows = max(1, SLAB_BYTES * (stop - start) // nbytes)
     for lo in range(start, stop, rows):
-        yield from _slab_boxes((*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :]), itemsize)
+        yield from slab_boxes((*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :]), itemsize)
 
 
 def digest_of_replica(source: Source) -> str:

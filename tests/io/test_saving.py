@@ -19,3 +19,16 @@ def test_a_tree_comes_back_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(loaded["w"].numpy(), w)
     np.testing.assert_array_equal(loaded["b"], b)
     assert loaded["epoch"] == 7
+
+
+def test_no_leaf_is_printed(tmp_path, monkeypatch):
+    """The `repr` of a global array assembles it."""
+
+    def fail(self):
+        raise AssertionError("printed")
+
+    monkeypatch.setattr(spmd.PartitionedArray, "__repr__", fail)
+    with spmd.Mesh(x=2):
+        tree = {"x": spmd.ones(3, spec=P("x"))}
+        spmd.save(tmp_path, tree)
+        spmd.load(tmp_path, like=tree)
