@@ -64,8 +64,9 @@ def open_checkpoint(path: Path) -> Reader:
 def _index(path: Path) -> dict[str, str]:
     try:
         table = json.loads(path.read_bytes())["weight_map"]
-        assert all(Path(name).name == name for name in table.values())
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        if not all(Path(name).name == name for name in table.values()):
+            raise ValueError("a name that leads to another folder")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError.at(
             f"the file {path}",
             got="no index of safetensors files",
