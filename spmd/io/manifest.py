@@ -21,7 +21,7 @@ import numpy as np
 from spmd.errors import CheckpointError, CorruptCheckpointError
 from spmd.io.container import Stored, dtype_of, stored_as
 from spmd.io.files import CHUNK
-from spmd.io.trees import constant, json_nodes
+from spmd.io.trees import decoded
 from spmd.layout import Box
 
 __all__ = ["MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece"]
@@ -130,11 +130,7 @@ def _of_content(content: Any, path: Path) -> Manifest:
     _check(content["chunk"] == CHUNK, path, f"chunks of {content['chunk']} bytes")
     files = [_file(entry, path) for entry in content["files"]]
     arrays = {name: _array(name, entry, files, path) for name, entry in content["arrays"].items()}
-    for name, node, is_leaf in json_nodes(content["tree"]):
-        if is_leaf and isinstance(node, dict) and "array" in node:
-            _check(node["array"] in arrays, path, f"the leaf {name!r} without an array")
-        elif is_leaf:
-            constant(node)
+    decoded(content["tree"], lambda leaf: arrays[leaf["array"]])
     return Manifest(content["id"], content["tree"], arrays, files, content["metadata"], content["created"], version)
 
 
