@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import struct
 from collections.abc import Mapping, Sequence
@@ -126,19 +125,23 @@ def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
             raise _no_container(path, f"{size} bytes without the header of a safetensors file")
         text = file.read(length)
     try:
-        table = json.loads(text)
-        metadata = table.pop("__metadata__", {})
-        tensors = []
-        for name, entry in table.items():
-            start, stop = entry["data_offsets"]
-            shape = tuple(map(operator.index, entry["shape"]))
-            tensors.append(Tensor(name, entry["dtype"], shape, 8 + length + start, stop - start))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_container(path, f"a header that cannot be read ({error})") from None
-    for t in tensors:
-        fits = t.offset >= 8 + length and t.nbytes >= 0 and t.offset + t.nbytes <= size and min(t.shape, default=0) >= 0
-        if not fits or (t.dtype is not None and math.prod(t.shape) * t.dtype.itemsize != t.nbytes):
-            raise _no_container(path, f"a tensor {t.name!r} whose place or shape does not fit the file")
+        return _tensors(json.loads(text), 8 + length, size)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _no_container(path, f"a header that cannot be read ({error!r})") from None
+
+
+def _tensors(table: dict[str, Any], start: int, size: int) -> tuple[list[Tensor], dict[str, str]]:
+    """The tensors of a header. start: of their bytes. size: of the file. Raises ValueError for those that do not fit."""
+    metadata = dict(table.pop("__metadata__", {}))
+    tensors = []
+    for name, entry in table.items():
+        first, last = entry["data_offsets"]
+        tensor = Tensor(name, entry["dtype"], tuple(entry["shape"]), start + first, last - first)
+        if not all(type(n) is int and n >= 0 for n in (*tensor.shape, first, last - first)) or start + last > size:
+            raise ValueError(f"a tensor {name!r} whose shape or place does not fit the file")
+        if tensor.dtype is not None and math.prod(tensor.shape) * tensor.dtype.itemsize != tensor.nbytes:
+            raise ValueError(f"a tensor {name!r} whose shape does not fit its bytes")
+        tensors.append(tensor)
     return tensors, metadata
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import xxhash
@@ -108,7 +109,7 @@ def replace_file(path: Path, data: bytes, temporary: str) -> None:
     new = path.with_name(temporary)
     try:
         write_file(new, data)
-        os.replace(new, path)
+        rename(new, path)
     except BaseException:
         remove([new])
         raise
@@ -302,11 +303,13 @@ class Lock:
 
     def __init__(self, path: Path, where: str = "spmd.save"):
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        # A file object is closed, and with it the lock is freed, even if an interrupt comes before `release` is known.
+        self._file = open(path, "ab", buffering=0)
+        _LOCKS.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._file)
+            self._file.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise CheckpointError.at(
@@ -318,4 +321,23 @@ class Lock:
             ) from None
 
     def release(self) -> None:
-        os.close(self._file)
+        if not self._file.closed:
+            # Closing alone would leave the lock to a process that is being started and has the file for a moment.
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+    def forget(self) -> None:
+        """In a child of os.fork: close the file. The lock stays with the parent."""
+        self._file.close()
+
+
+_LOCKS: WeakSet[Lock] = WeakSet()
+
+
+def _forget_locks() -> None:
+    for lock in list(_LOCKS):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -13,10 +13,10 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff.dtypes import dtype_name
-from spmd.errors import CheckpointError, CorruptCheckpointError, describe, nearest
+from spmd.errors import CheckpointError, describe, nearest
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members, members_of
-from spmd.io.reading import open_checkpoint, read_manifest
+from spmd.io.reading import open_checkpoint
 from spmd.io.states import StateHandler, array_of_kind, handler_of
 from spmd.io.structs import ShapeDtypeStruct
 from spmd.io.trees import ROOT, constant, decoded, is_constant, joined, json_nodes, map_leaves, some
@@ -82,21 +82,20 @@ def load(
         mesh = mesh_for(mesh, _WHERE)
         meshes.append(mesh)
     members = members_of(_WHERE, meshes, alone=not meshes)
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         loading = _Loading(Path(os.path.abspath(os.fspath(path))), members, mesh, names, rename, strict, convert)
-        try:
-            return loading.run(like, specs)
-        except _ReplacedError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError
+        if loading.run(like, specs):
+            return loading.result
+    raise CheckpointError.at(
+        _WHERE,
+        argument="path",
+        got=f"{path}, of which the checkpoint was replaced {_ATTEMPTS} times while it was read",
+        need="a checkpoint that stays while it is read",
+        mend="save to a folder for each step, as spmd.io.CheckpointManager does",
+    )
 
 
-_ATTEMPTS = 5
-
-
-class _ReplacedError(CheckpointError):
-    """Another save replaced the checkpoint while it was read."""
+_ATTEMPTS = 100
 
 
 def _note_meshes(x: Any, meshes: list[Mesh], structs: list[Any]) -> None:
@@ -129,18 +128,15 @@ class _Loading:
         self.changes: list[Callable[[], None]] = []
         """What gives objects the states that were read. It runs when all members have read theirs."""
 
-    def run(self, like: Any, specs: Any) -> Any:
+    def run(self, like: Any, specs: Any) -> bool:
+        """Whether all members have read the same checkpoint. If not, it was replaced meanwhile."""
         ids = self.members.together(self._open)
         with self.reader:
-            if any(other != ids[0] for other in ids):
-                raise _ReplacedError.at(
-                    _WHERE, argument="path", got="a checkpoint that is being replaced", need="one", mend="load again"
-                )
-            result: list[Any] = []
-            self.members.together(lambda: result.append(self._read(like, specs)))
+            if len(set(ids)) > 1 or not all(self.members.together(lambda: self._read(like, specs))):
+                return False
             for change in self.changes:
                 change()
-            return result[0]
+            return True
 
     def _open(self) -> str:
         self.reader = open_checkpoint(self.path)
@@ -149,15 +145,14 @@ class _Loading:
         self.leaves = [name for name, _, is_leaf in json_nodes(manifest.tree) if is_leaf]
         return manifest.id
 
-    def _read(self, like: Any, specs: Any) -> Any:
+    def _read(self, like: Any, specs: Any) -> bool:
         try:
-            return self._whole_tree(specs) if like is None else self._like(like)
-        except FileNotFoundError as error:
-            if read_manifest(self.path).id == self.reader.manifest.id:
-                raise CorruptCheckpointError.at(
-                    _WHERE, argument="path", got=str(error), need="all files of the manifest", mend="load another one"
-                ) from None
-            raise _ReplacedError(str(error)) from None
+            self.result = self._whole_tree(specs) if like is None else self._like(like)
+        except CheckpointError:
+            if self.reader.is_replaced():
+                return False
+            raise
+        return True
 
     def _is_selected(self, name: str) -> bool:
         return self.patterns is None or any(fnmatchcase(name, pattern) for pattern in self.patterns)

@@ -7,6 +7,7 @@ those of a save that goes on or was broken off.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,7 @@ import numpy as np
 from spmd.errors import CheckpointError, CorruptCheckpointError
 from spmd.io.container import Stored, dtype_of, stored_as
 from spmd.io.files import CHUNK
+from spmd.io.trees import decoded
 from spmd.layout import Box
 
 __all__ = ["MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece"]
@@ -29,8 +31,8 @@ VERSION = 1
 _FORMAT = "spmd checkpoint"
 _START = b'{"sha256": "'
 _DIGITS = 64
-_DATA_FILE = re.compile(r"data-[0-9a-f]{16}-\d{5}-\d{3}\.safetensors")
-"""Only such names may stand in a manifest: no name leads out of the folder."""
+_DATA_FILE = re.compile(r"data-[0-9a-f]{16}-[0-9]{5,}-[0-9]{3,}\.safetensors")
+"""The names of files with data."""
 
 
 class Piece(NamedTuple):
@@ -109,23 +111,27 @@ class Manifest:
         whole = len(text) > len(_START) + _DIGITS and text.startswith(_START)
         if not whole or hashlib.sha256(_with_digest(text, "0" * _DIGITS)).hexdigest().encode() != digest:
             raise _unreadable(path, "a text with another SHA-256 than the one that stands in it")
-        content = json.loads(text)
-        if content.get("format") != _FORMAT or content.get("version", VERSION + 1) > VERSION:
-            raise CheckpointError.at(
-                f"the file {path}",
-                got=f"format {content.get('format')!r}, version {content.get('version')}",
-                need=f"{_FORMAT!r}, version {VERSION} at most",
-                mend="read it with the version of spmd that wrote it, or a later one",
-            )
-        return cls(
-            content["id"],
-            content["tree"],
-            {name: _array(name, entry, path) for name, entry in content["arrays"].items()},
-            [_file(entry, path) for entry in content["files"]],
-            content["metadata"],
-            content["created"],
-            content["version"],
+        try:
+            return _of_content(json.loads(text), path)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise _unreadable(path, f"a text with the right SHA-256 that is no manifest ({error!r})") from None
+
+
+def _of_content(content: Any, path: Path) -> Manifest:
+    _check(type(content) is dict, path, "a text that is no object of JSON")
+    version = content.get("version")
+    if content.get("format") != _FORMAT or type(version) is not int or version > VERSION:
+        raise CheckpointError.at(
+            f"the file {path}",
+            got=f"format {content.get('format')!r}, version {version!r}",
+            need=f"{_FORMAT!r}, version {VERSION} at most",
+            mend="read it with the version of spmd that wrote it, or a later one",
         )
+    _check(content["chunk"] == CHUNK, path, f"chunks of {content['chunk']} bytes")
+    files = [_file(entry, path) for entry in content["files"]]
+    arrays = {name: _array(name, entry, files, path) for name, entry in content["arrays"].items()}
+    decoded(content["tree"], lambda leaf: arrays[leaf["array"]])
+    return Manifest(content["id"], content["tree"], arrays, files, content["metadata"], content["created"], version)
 
 
 def _with_digest(text: bytes, digits: str) -> bytes:
@@ -142,26 +148,49 @@ def _array_json(entry: ArrayEntry) -> dict[str, Any]:
     }
 
 
-def _array(name: str, entry: Mapping[str, Any], path: Path) -> ArrayEntry:
+def _array(name: str, entry: Mapping[str, Any], files: list[FileEntry], path: Path) -> ArrayEntry:
     dtype = dtype_of(entry["dtype"])
-    if dtype is None:
+    if dtype is None or stored_as(dtype) is None:
         raise CheckpointError.at(
             f"the array {name!r} in {path}",
             got=f"the dtype {entry['dtype']}",
             need="a dtype that is known here",
             mend="pip install ml_dtypes, which has bfloat16 and float8",
         )
+    shape = tuple(entry["shape"])
+    _check(all(type(n) is int and n >= 0 for n in shape), path, f"the array {name!r} of shape {shape}")
     pieces = tuple(
         Piece(tuple((start, stop) for start, stop in p["box"]), p["file"], p["offset"]) for p in entry["pieces"]
     )
-    return ArrayEntry(name, tuple(entry["shape"]), dtype, entry["layout"], pieces)
+    for piece in pieces:
+        _check(_fits(piece, shape, dtype, files), path, f"the array {name!r} with a piece that does not fit: {piece}")
+    return ArrayEntry(name, shape, dtype, entry["layout"], pieces)
+
+
+def _fits(piece: Piece, shape: tuple[int, ...], dtype: np.dtype, files: list[FileEntry]) -> bool:
+    """Whether a piece is a box of the array, and lies in a file."""
+    nbytes = math.prod(stop - start for start, stop in piece.box) * dtype.itemsize
+    return (
+        len(piece.box) == len(shape)
+        and all(type(k) is int for k in (*itertools.chain(*piece.box), piece.file, piece.offset))
+        and all(0 <= start < stop <= n for (start, stop), n in zip(piece.box, shape, strict=True))
+        and 0 <= piece.file < len(files)
+        and 0 <= piece.offset <= files[piece.file].nbytes - nbytes
+    )
 
 
 def _file(entry: Mapping[str, Any], path: Path) -> FileEntry:
-    name, digits = entry["name"], entry["xxh3_64"]
-    if not _DATA_FILE.fullmatch(name):
-        raise _unreadable(path, f"the file name {name!r}")
-    return FileEntry(name, entry["bytes"], [digits[k : k + 16] for k in range(0, len(digits), 16)])
+    name, nbytes, digits = entry["name"], entry["bytes"], entry["xxh3_64"]
+    # No name leads out of the folder.
+    _check(_DATA_FILE.fullmatch(name) is not None, path, f"the file name {name!r}")
+    chunks = -(-nbytes // CHUNK)
+    _check(nbytes >= 0 and len(digits) == 16 * chunks, path, f"the file {name} without a checksum for each chunk")
+    return FileEntry(name, nbytes, [digits[k : k + 16] for k in range(0, len(digits), 16)])
+
+
+def _check(fits: bool, path: Path, got: str) -> None:
+    if not fits:
+        raise _unreadable(path, got)
 
 
 def _unreadable(path: Path, got: str) -> CorruptCheckpointError:

@@ -5,6 +5,7 @@ All members make the same calls in the same order. If one of them fails, all rai
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -61,11 +62,13 @@ class Members:
         where it arose.
         """
         try:
-            result = step()
+            result = self._done(step)
         except BaseException as error:
-            undo()
-            with suppress(Exception):  # the first error is the one to raise
-                self.share({"error": type(error).__name__, "text": str(error)})
+            try:
+                undo()
+            finally:
+                with suppress(Exception):  # the first error is the one to raise
+                    self.share({"error": type(error).__name__, "text": str(error)})
             raise
         try:
             shared = self.share({"value": result})
@@ -77,6 +80,19 @@ class Members:
             raise
         return [outcome["value"] for outcome in shared]
 
+    def _done(self, step: Callable[[], Value]) -> Value:
+        """The result of a step. Raises CheckpointError in place of errors of the system."""
+        try:
+            return step()
+        except OSError as error:
+            raise CheckpointError.at(
+                self.where,
+                argument="path",
+                got=str(error),
+                need="a folder that may be written and read, on a disk with room",
+                mend=_MENDS.get(error.errno or 0, "see the permissions, the room on the disk, and the file system"),
+            ) from error
+
     def _error_of(self, member: int, error: str, text: str) -> CheckpointError:
         kind = _KINDS.get(error, CheckpointError)
         if kind is not CheckpointError or error == "CheckpointError":
@@ -85,10 +101,16 @@ class Members:
             self.where,
             got=f"{error} on {self.describe(member)}: {text}".rstrip(": "),
             need="success on all",
-            mend="see the error there; nothing was changed",
+            mend="see the error there",
         )
 
 
+_MENDS = {
+    errno.ENOSPC: "make room on the disk, and save again",
+    errno.EDQUOT: "make room in your quota, and save again",
+    errno.EACCES: "take a folder that this user may write and read",
+    errno.EROFS: "take a file system that can be written",
+}
 _KINDS: dict[str, type[CheckpointError]] = {k.__name__: k for k in (CheckpointError, *CheckpointError.__subclasses__())}
 
 

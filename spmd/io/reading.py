@@ -76,7 +76,7 @@ def _indexed_files(path: Path) -> dict[str, set[str] | None]:
     try:
         table = json.loads(path.read_bytes())["weight_map"]
         files: dict[str, set[str] | None] = {name: set() for name in sorted(table.values())}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise CheckpointError.at(
             f"the file {path}",
             got="no index of safetensors files",
@@ -165,29 +165,42 @@ class Reader:
         self._files.move_to_end(k)
         return file
 
+    def is_replaced(self) -> bool:
+        """Whether another save has replaced the checkpoint since it was opened, and removed its files."""
+        if not self.manifest.id:
+            return False
+        try:
+            return read_manifest(self.folder).id != self.manifest.id
+        except (CheckpointError, OSError):
+            return False
+
     def read(self, entry: ArrayEntry, box: Box | None = None, dtype: np.dtype | None = None) -> np.ndarray:
         """The entries of a box, or of all, as a new array. dtype: to convert them to."""
         box = whole_box(entry.shape) if box is None else box
         out = np.empty([stop - start for start, stop in box], entry.dtype)
-        try:
-            missing = out.size
-            for piece in entry.pieces:
-                common = common_box(piece.box, box)
-                if common is not None:
-                    missing -= math.prod(stop - start for start, stop in common)
-                    self._copy(entry, piece, common, out[slices_within(common, box)])
-        except CorruptCheckpointError as error:
-            raise type(error)(f"the leaf {entry.name!r}, {error}") from None
-        if missing:
+        common = {k: c for k, piece in enumerate(entry.pieces) if (c := common_box(piece.box, box)) is not None}
+        if not _covers(list(common.values()), out.size):
             raise CorruptCheckpointError.at(
                 f"the leaf {entry.name!r}",
-                got=f"pieces that lack {missing} entries of {box}",
+                got=f"pieces that overlap or lack entries in {slices_within(box, whole_box(entry.shape))[:-1]}",
                 need="pieces that cover the array, each entry once",
                 mend="load another checkpoint",
             )
+        try:
+            for k, inside in common.items():
+                self._copy(entry.pieces[k], inside, out[slices_within(inside, box)])
+        except CorruptCheckpointError as error:
+            raise type(error)(f"the leaf {entry.name!r}, {error}") from None
+        except OSError as error:
+            raise CheckpointError.at(
+                f"the leaf {entry.name!r}",
+                got=str(error),
+                need="all files that the manifest names",
+                mend="load another checkpoint",
+            ) from error
         return out if dtype is None or dtype == out.dtype else out.astype(dtype)
 
-    def _copy(self, entry: ArrayEntry, piece: Piece, box: Box, out: np.ndarray) -> None:
+    def _copy(self, piece: Piece, box: Box, out: np.ndarray) -> None:
         lengths = tuple(stop - start for start, stop in piece.box)
         inside = tuple((a - lo, b - lo) for (a, b), (lo, _) in zip(box, piece.box, strict=True))
         copy_box(self.file(piece.file), piece.offset, lengths, inside, out)
@@ -197,6 +210,19 @@ def common_box(one: Box, other: Box) -> Box | None:
     """The intersection of two boxes; None if it has no entries."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
+
+
+def _covers(boxes: list[Box], size: int) -> bool:
+    """Whether boxes have so many entries in all, and none in common."""
+    if sum(math.prod(stop - start for start, stop in box) for box in boxes) != size:
+        return False
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [other for other in active if other[0][1] > box[0][0]]
+        if any(common_box(box, other) is not None for other in active):
+            return False
+        active.append(box)
+    return True
 
 
 def slices_within(box: Box, around: Box) -> tuple[Any, ...]:

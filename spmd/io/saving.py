@@ -22,7 +22,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.errors import CheckpointError
 from spmd.io.agreement import Contents
-from spmd.io.files import Lock, make_folder_for, remove, replace_file, write_file
+from spmd.io.files import Lock, flush_folder, make_folder_for, remove, rename, replace_file, write_file
 from spmd.io.manifest import MANIFEST, FileEntry, Manifest
 from spmd.io.members import Members, members_of
 from spmd.io.sources import is_within, part_of
@@ -89,6 +89,7 @@ class Save:
         self.members = members
         self.metadata = metadata
         self._lock: Lock | None = None
+        self._is_renaming = False
         agreed = members.together(partial(self._begin, tree), self.clean)
         try:
             self.contents.agree(agreed)
@@ -120,6 +121,7 @@ class Save:
         id = secrets.token_hex(8)
         make_folder_for(where, self.folder)
         self._lock = Lock(self.folder / LOCK)
+        remove_unnamed(self.folder)
         if self.members.size > 1:
             write_file(self.folder / f"probe-{id}", b"")
         return own | {"id": id}
@@ -167,14 +169,23 @@ class Save:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         arrays = array_entries(self.plan, self.sources)
         manifest = Manifest(self.id, self.tree, arrays, files, self.metadata, created)
-        replace_file(self.folder / MANIFEST, manifest.to_bytes(), f"new-{self.id}.json")
+        new = self.folder / f"new-{self.id}.json"
+        write_file(new, manifest.to_bytes())
+        self._is_renaming = True
+        rename(new, self.folder / MANIFEST)
+        self._is_renaming = False
         self.clean()
 
     def clean(self) -> None:
-        """By the first member: remove every file that the manifest does not name, whichever manifest that is."""
-        if self._lock is not None:
-            remove_unnamed(self.folder)
-        self.release()
+        """By the first member: remove every file that the manifest does not name, whichever manifest that is.
+
+        If the rename has failed, both manifests keep their files: a crash of the system could bring either back.
+        """
+        try:
+            if self._lock is not None and not self._is_renaming:
+                remove_unnamed(self.folder)
+        finally:
+            self.release()
 
     def abandon(self) -> None:
         """Before any member commits: remove what this member has written."""
@@ -198,7 +209,10 @@ def remove_unnamed(folder: Path) -> None:
         named = set()
     except CheckpointError:  # damaged: what it names could still be of use to somebody
         return
-    remove(folder / name for name in os.listdir(folder) if _OURS.fullmatch(name) and name not in named)
+    unnamed = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and name not in named]
+    if unnamed:
+        flush_folder(folder)  # the manifest that does not name them stays, whatever happens
+        remove(folder / name for name in unnamed)
 
 
 def _of_copies(copies: dict[Box, np.ndarray]) -> Callable[[Box], np.ndarray]:

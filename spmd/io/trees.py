@@ -114,6 +114,8 @@ def constant(node: Any) -> Any:
         return base64.b64decode(value)
     if kind == "complex":
         return complex(*map(float, value))
+    if kind not in ("int", "float"):
+        raise ValueError(f"a node of the unknown kind {kind!r}")
     return int(value) if kind == "int" else float(value)
 
 
