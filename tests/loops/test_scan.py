@@ -138,31 +138,6 @@ def test_numbers_take_the_dtype_that_they_meet():
     assert spmd.fori_loop(0, 3, lambda i, u: not u, True) is False
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, spmd.jit])
-def test_numbers_are_not_cut_off(jit):
-    """Where a step makes a wider number of a number, arrays beside it become wider from the next step on."""
-    whole = np.arange(1, 4)
-    mesh = spmd.Mesh(x=2)
-    body = lambda f, *args: jit(mesh.map(f, P(), P()))(*args).numpy()
-
-    def halves(n):
-        going = lambda c: c["k"] < n
-        return spmd.while_loop(going, lambda c: {"k": c["k"] + 1, "x": c["x"] * 0.5}, {"k": 0, "x": 1})["x"] * whole
-
-    for n in range(4):
-        np.testing.assert_array_equal(body(halves, np.asarray(n)), 0.5**n * whole)
-    for init, step in ((1, lambda c: c * 0.5), (True, lambda c: c + 1), (1, lambda c: c * 1j)):
-        values = [init, step(init), step(step(init))]
-        last = body(
-            lambda u, init=init, step=step: spmd.scan(lambda c, _: (step(c), None), init, length=2)[0] * u, whole
-        )
-        np.testing.assert_array_equal(last, values[-1] * whole)
-    ys = body(lambda u: spmd.scan(lambda c, _: (c * np.float32(0.5), u * c), 0.1, length=2)[1], whole)
-    np.testing.assert_array_equal(ys, [0.1 * whole, np.float64(np.float32(0.1) * np.float32(0.5)) * whole])
-    with pytest.raises(LayoutError, match=r"argument y.* float64\[3\]|float64\[3\]"):
-        body(lambda u: spmd.scan(lambda c, _: (c * 0.5, u * c), 1, length=3)[1], whole)
-
-
 def test_constants_of_a_body_in_the_carry():
     """An array from outside has the state of what is equal on all workers."""
     with spmd.Mesh(x=2):
