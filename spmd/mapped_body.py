@@ -104,10 +104,8 @@ class MappedBody:
             outcome = mesh.run(body, tracked=tracked, scheduler=how, number=number)
         if in_turns:
             trial.quiet = outcome.switches == 0
-        if mesh.scheduler == "auto" and trial.chosen is None:
-            trial.learn(scheduler, outcome, mesh)
-            if trial.chosen is not None:
-                mesh.chosen[f"{key[0]} of {self.where}"] = trial.chosen
+        if mesh.scheduler == "auto" and (chosen := trial.learn(scheduler, outcome, mesh)):
+            mesh.chosen[f"{key[0]} of {self.where}"] = chosen
         return outcome
 
     def note_inputs(

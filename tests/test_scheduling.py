@@ -210,6 +210,56 @@ def test_where_threads_have_no_core_of_their_own_nothing_is_tried(monkeypatch):
     assert calls({L: [1.0]}, monkeypatch, size=1) == [L, L]
 
 
+def schedulers(monkeypatch, seconds, count: int) -> list[str]:
+    """The schedulers of so many calls. seconds: of a call, by its number and its scheduler."""
+    monkeypatch.setattr(scheduler_choice, "usable_cores", lambda: 4)
+    mesh, trial, ran = spmd.Mesh(x=2), SchedulerTrial(), []
+    for number in range(count):
+        ran.append(trial.next)
+        trial.learn(ran[-1], Outcome({}, seconds(number, ran[-1]), 0), mesh)
+    return ran
+
+
+@pytest.mark.parametrize("better", [L, T])
+@pytest.mark.parametrize("busy", [range(12), range(40, 60), range(60, 75), range(100, 200)])
+def test_a_busy_moment_does_not_decide_for_good(busy, better, monkeypatch):
+    """The machine is busy whenever the better scheduler is timed in these calls."""
+
+    def seconds(number: int, scheduler: str) -> float:
+        return (2e-3 if scheduler == better else 3e-3) * (4 if scheduler == better and number in busy else 1)
+
+    ran = schedulers(monkeypatch, seconds, 1000)
+    assert ran[500:].count(better) >= 490
+
+
+@pytest.mark.parametrize(("better", "most"), [(L, 40), (T, 40)])
+def test_the_slower_scheduler_is_timed_ever_more_rarely(better, most, monkeypatch):
+    seconds = lambda _, scheduler: 1e-3 if scheduler == better else 2e-3
+    ran = schedulers(monkeypatch, seconds, 10_000)
+    other = [number for number, scheduler in enumerate(ran) if scheduler != better]
+    assert len(other) <= most
+    assert sum(number >= 1000 for number in other) <= most // 2
+    assert max(other) > 5000
+
+
+def test_a_choice_follows_work_that_changes(monkeypatch):
+    seconds = lambda number, scheduler: 1e-3 if (scheduler == L) == (number < 300) else 2e-3
+    ran = schedulers(monkeypatch, seconds, 1000)
+    assert set(ran[200:220]) == {L}
+    assert set(ran[900:]) == {T}
+
+
+def test_two_slow_calls_at_first_do_not_choose_threads_for_good(monkeypatch):
+    """Of work that is short, which a later call in lockstep shows."""
+    ran = schedulers(monkeypatch, lambda number, scheduler: 90e-3 if number < 2 else 0.5e-3, 200)
+    assert ran[2] == T
+    assert set(ran[50:]) == {L}
+
+
+def test_short_work_is_not_timed_again(monkeypatch):
+    assert set(schedulers(monkeypatch, lambda number, scheduler: 0.5e-3, 1000)) == {L}
+
+
 def test_both_schedulers_are_tried_where_it_is_not_clear(monkeypatch):
     """And every call gives the same bits, whichever it is."""
     four_cores(monkeypatch, 0.0, 1e9)
@@ -223,14 +273,17 @@ def test_both_schedulers_are_tried_where_it_is_not_clear(monkeypatch):
 
 def test_a_trial_is_made_by_threads_of_the_user_together(monkeypatch):
     four_cores(monkeypatch, 0.0, 1e9)
+    learn, ran = SchedulerTrial.learn, []
+    monkeypatch.setattr(
+        SchedulerTrial, "learn", lambda self, name, *rest: (ran.append(name), learn(self, name, *rest))[1]
+    )
     mesh = spmd.Mesh(x=2, scheduler="auto")
     mapped = mesh.map(lambda x: spmd.psum(x.sum(), "x"), ROWS, P())
     with ThreadPoolExecutor(8) as pool:
         for found in pool.map(mapped, [X] * 100):
             close(found, X.sum())
     assert len(mesh.chosen) == 1
-    (trial,) = mapped.trials.values()
-    assert min(map(len, trial.seconds.values())) >= 3
+    assert min(ran.count(L), ran.count(T)) >= 3
 
 
 def test_calls_that_come_at_once_do_not_stand_for_the_other_scheduler(monkeypatch):

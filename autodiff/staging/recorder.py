@@ -259,8 +259,10 @@ def _operators() -> None:
     _Recorded.__eq__ = binary(np.equal, False)  # type: ignore[method-assign]
     _Recorded.__ne__ = binary(np.not_equal, False)  # type: ignore[method-assign]
     _Recorded.__hash__ = object.__hash__  # type: ignore[method-assign]
-    for short, ufunc in {"neg": np.negative, "pos": np.positive, "abs": np.absolute, "invert": np.invert}.items():
+    for short, name in {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}.items():
+        ufunc, as_python = getattr(np, name), getattr(operator, short)
         setattr(_Recorded, f"__{short}__", lambda self, ufunc=ufunc: ufunc(self))
+        setattr(Number, f"__{short}__", lambda self, as_python=as_python: one_line(as_python, (self,)))
 
 
 _operators()

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.checkpoint import closure_nodes, traced_by
-from spmd.autodiff.staging.recorder import is_slot, slot_of
+from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import ACTIVE, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of
 from spmd.errors import DifferentiationError, LayoutError, StateError, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.loops.recorded_branches import closed_over, recorded_cond, recorded_while
-from spmd.loops.recording import current
+from spmd.loops.recording import current, is_recorded
 from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, state_of_leaf, where_of
 from spmd.mesh import WORKER, Worker
 from spmd.operators.apply import splice_apart
@@ -74,7 +73,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
 
     both = branch(true_fun), branch(false_fun)
     recording = current()
-    if recording is not None and (varying or _is_recorded(pred)):
+    if recording is not None and (varying or is_recorded(pred)):
         outs, out_structure = recorded_cond(recording, where, pred, both, leaves, varying)
         return tree.unflatten(out_structure, outs)
     taken = both[0] if _truth(pred) else both[1]
@@ -167,11 +166,6 @@ def _checked_pred(where: str, argument: str, pred: Any) -> State | None:
 def _is_bool(x: Any) -> bool:
     known = frontend(x)
     return (known.dtype(x) if known is not None else x.dtype) == np.dtype(bool)
-
-
-def _is_recorded(pred: Any) -> bool:
-    bare = value_of(pred)
-    return is_slot(bare) or (type(bare) is PartitionedArray and any(map(is_slot, bare.__spmd_parts__())))
 
 
 def _truth(pred: Any) -> bool:

@@ -10,15 +10,15 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff.loops.schedules import Policy
 from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
-from spmd.autodiff.staging.recorder import is_slot, slot_of
+from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackLoop, BackStep, Loop, Unrollable
 from spmd.autodiff.tape import Node, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import lower, on, unstated
 from spmd.autodiff.transforms import joint
 from spmd.frontends import frontend
-from spmd.loops.recording import RecordedSteps, Recording, adopted, current
-from spmd.loops.steps import Step, is_number
+from spmd.loops.recording import RecordedSteps, Recording, adopted, current, serves
+from spmd.loops.steps import Step
 from spmd.mesh import WORKER
 
 __all__ = ["recorded", "stacked", "unrolled"]
@@ -38,7 +38,7 @@ def recorded(
 
 
 class _Number(Exception):
-    """The first step takes a number of Python's that is no array of the dtype of the further ones."""
+    """The first step takes a number of Python's that is no array of the dtype of the further ones, nor their number."""
 
 
 def _first_apart(
@@ -119,10 +119,9 @@ class _RecordedLoop(RecordedSteps):
         if len(tapes) > 1:
             raise Unrollable
         self.tape = next(iter(tapes), None)
-        pairs = [(x, y) if is_number(x) and not is_number(y) else (x, None) for x, y in zip(carry, new, strict=True)]
-        if any(y is not None and not _is_exact(x, y.dtype) for x, y in pairs):
+        if not all(map(serves, carry, new)):
             raise _Number
-        return [x if y is None else adopted(x, y) for x, y in pairs]
+        return [*map(adopted, carry, new)]
 
     def _first_slices(self, slices: Sequence[Any]) -> list[Any]:
         return [x[self.order[0]] for x in slices]
@@ -275,14 +274,6 @@ class _RecordedLoop(RecordedSteps):
             self.save_again(self.loops, self.forward, self.saved)
         regions = [loop.region for loop in self.loops.values()] + [b.region for s in steps for b in s.values()]
         return self.rec.call(lines, regions)
-
-
-def _is_exact(x: Any, dtype: np.dtype) -> bool:
-    """Whether a number is known, and the same as an array of a dtype."""
-    number = x.value if type(x) is Array and x.tape is None else x
-    if type(number) is Array or is_slot(number):
-        return False
-    return np.asarray(number, dtype)[()] == number
 
 
 def _form(now: Cotangents) -> list[Any]:

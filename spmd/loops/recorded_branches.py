@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.array import PartitionedArray
+from spmd.autodiff import tree
 from spmd.autodiff.loops.taped import Arrived, Cotangents, StepTape
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.staging.steps import BackBranches, Branches, Region, Unrollable, While
@@ -19,8 +20,8 @@ from spmd.autodiff.transforms import joint
 from spmd.errors import ClosureError, DifferentiationError, JitError, LayoutError, describe
 from spmd.global_ops.resharding import reshard
 from spmd.layout import Layout
-from spmd.loops.recording import RecordedSteps, Recording, adopted, current
-from spmd.loops.steps import array_leaf, is_number, layout_of_leaf
+from spmd.loops.recording import RecordedSteps, Recording, adopted, current, is_recorded, serves
+from spmd.loops.steps import array_leaf, holds, is_number, layout_of_leaf, widens
 
 __all__ = ["recorded_cond", "recorded_while"]
 
@@ -45,7 +46,9 @@ def recorded_while(
             need="undifferentiated arrays: the loop has no reverse derivative",
             mend="spmd.fori_loop or spmd.scan, with a number of steps that is known; or spmd.stop_gradient(x)",
         )
-    carry = [adopted(x, y) if is_number(x) and not is_number(y) else x for x, y in zip(carry, new, strict=True)]
+    if not all(map(serves, carry, new)):
+        return _first_apart(rec, where, condition, step, carry)
+    carry = [*map(adopted, carry, new)]
     with steps.region():
         holds = condition([steps.stand_in(x) for x in carry])
     conditions = steps.cut()
@@ -59,6 +62,26 @@ def recorded_while(
         lines[w] = line, [*steps.pieces(carry, w), *steps.outer(w, line.outer)]
     results = rec.call(lines, [*conditions.values(), *bodies.values()])
     return [rec.like(x, {w: r[k] for w, r in results.items()}) for k, x in enumerate(outs)]
+
+
+def _first_apart(
+    rec: Recording,
+    where: str,
+    condition: Callable[[list[Any]], Any],
+    step: Callable[[list[Any]], list[Any]],
+    carry: list[Any],
+) -> list[Any]:
+    """`recorded_while`, with the first step by itself: it takes numbers of Python's that serve no further one."""
+
+    leaves = tree.structure(carry)
+
+    def onwards(values: list[Any]) -> tuple[list[Any], Any]:
+        return recorded_while(rec, where, condition, step, step(values)), leaves
+
+    pred = condition(carry)
+    if is_recorded(pred):
+        return recorded_cond(rec, where, pred, (onwards, lambda values: (values, leaves)), carry, False)[0]
+    return onwards(carry)[0] if value_of(pred) else carry
 
 
 def recorded_cond(
@@ -149,11 +172,13 @@ class _RecordedCond(RecordedSteps):
         self.tape = next(iter(tapes), None)
         (first, structure_of_first), (second, structure_of_second) = tried
         if structure_of_first != structure_of_second:
-            raise self._unequal("", f"{structure_of_second}", f"{structure_of_first}")
-        self.likes = [y if is_number(x) and not is_number(y) else x for x, y in zip(first, second, strict=True)]
-        for k, (x, y) in enumerate(zip(first, second, strict=True)):
-            if not (is_number(x) or is_number(y)) and _form(x) != _form(y):
-                raise self._unequal(f", leaf {k}", describe(y), describe(x))
+            got, need = (tree.Described.of(s).text for s in (structure_of_second, structure_of_first))
+            raise self._unequal("", f"the tree {got}; each * is a leaf", need)
+        for path, x, y in zip(tree.shown_paths(structure_of_first), first, second, strict=True):
+            if not _agree(x, y):
+                raise self._unequal(path, describe(y), describe(x))
+        pairs = zip(first, second, strict=True)
+        self.likes = [y if is_number(x) and (not is_number(y) or widens(x, y)) else x for x, y in pairs]
         return structure_of_first
 
     def _unequal(self, which: str, got: str, need: str) -> LayoutError:
@@ -171,8 +196,7 @@ class _RecordedCond(RecordedSteps):
 
         def step(_: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             outs = [array_leaf(y) for y in f(x)[0]]
-            pairs = zip(outs, self.likes, strict=True)
-            return [], [adopted(y, like) if is_number(y) and not is_number(like) else y for y, like in pairs]
+            return [], [*map(adopted, outs, self.likes)]
 
         self.below = [x if self.tape is None else lower(x, self.tape) for x in self.leaves]
         with self._quiet():
@@ -255,6 +279,15 @@ def closed_over(where: str, count: int) -> ClosureError:
         need="operands: their cotangents meet on all workers, whichever function they ran",
         mend="pass them: spmd.cond(pred, f, g, x, w), with functions of x and w",
     )
+
+
+def _agree(x: Any, y: Any) -> bool:
+    """Whether results of the two functions have one form; a number takes that of an array that holds it."""
+    if is_number(x) or is_number(y):
+        if np.shape(value_of(x)) != np.shape(value_of(y)):
+            return False
+        return (is_number(x) or holds(x, y)) and (is_number(y) or holds(y, x))
+    return _form(x) == _form(y)
 
 
 def _form(x: Any) -> tuple[Any, ...]:

@@ -19,11 +19,12 @@ from spmd.autodiff.tape import ACTIVE, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import lower
 from spmd.layout import Layout, P
+from spmd.loops.steps import as_number, is_number, widens
 from spmd.mesh import WORKER, Worker
 from spmd.operators.varying import vary
 from spmd.placement import put
 
-__all__ = ["RecordedSteps", "Recording", "adopted", "current"]
+__all__ = ["RecordedSteps", "Recording", "adopted", "current", "is_recorded", "serves"]
 
 Flat = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 """A function of two lists of leaves, the carry and the rest, which gives two such lists."""
@@ -208,8 +209,32 @@ class RecordedSteps:
         return run
 
 
+def is_recorded(x: Any) -> bool:
+    """Whether a value is computed by the programs that are recorded, and may change from call to call."""
+    bare = value_of(x)
+    return is_slot(bare) or (type(bare) is PartitionedArray and any(map(is_slot, bare.__spmd_parts__())))
+
+
+def serves(x: Any, after: Any) -> bool:
+    """Whether a leaf of a first carry, `adopted`, serves all steps of a loop. after: what a step makes of it.
+
+    A number does not if an array like `after` rounds it, or is not known to hold it, or if `after` is a number of a
+    wider kind."""
+    if not is_number(x):
+        return True
+    if is_number(after):
+        return not widens(x, after)
+    number = value_of(x)
+    known = not is_slot(number) and (type(x) is not Array or x.tape is None)
+    return known and np.asarray(number, after.dtype).item() == number
+
+
 def adopted(x: Any, like: Any) -> Any:
-    """A number as an array like the one that a step makes of it."""
+    """A number as an array like the one that a step makes of it, or as a number of its kind; arrays unchanged."""
+    if not is_number(x):
+        return x
+    if is_number(like):
+        return as_number(x, like)
     bare = value_of(like)
     if type(bare) is PartitionedArray:
         return put(np.zeros((), like.dtype), P(), bare.mesh) + x

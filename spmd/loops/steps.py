@@ -9,27 +9,34 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff import tree
-from spmd.autodiff.staging.recorder import slot_of
+from spmd.autodiff.staging.recorder import one_line, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import name_of, refuse_handles
 from spmd.errors import LayoutError, describe, one_or_all
 from spmd.frontends import frontend
 from spmd.global_ops.resharding import reshard
 from spmd.mesh import WORKER
-from spmd.state import State
+from spmd.state import State, state_of
 
 __all__ = [
     "Step",
     "array_leaf",
+    "as_number",
     "carry_leaves",
     "check_function",
     "check_leaf",
     "fixed",
+    "holds",
     "is_number",
     "layout_of_leaf",
     "state_of_leaf",
     "where_of",
+    "widens",
 ]
+
+
+_KINDS = (bool, int, float, complex)
+"""Python's numbers, from the narrowest kind to the widest."""
 
 
 def where_of(function: str, f: Callable) -> str:
@@ -46,7 +53,7 @@ def check_function(where: str, f: Any, argument: str) -> None:
 
 def is_number(x: Any) -> bool:
     """Whether x is a number of Python's, or stands for one: it takes the dtype of the arrays that it meets."""
-    return type(slot_of(value_of(x))) in (bool, int, float, complex)
+    return _kind(x) in _KINDS
 
 
 def carry_leaves(where: str, leaves: Sequence[Any], paths: Sequence[str], argument: str = "init") -> list[Any]:
@@ -110,18 +117,24 @@ def _reduced(x: Any) -> Any:
 def fixed(where: str, path: str, before: Any, after: Any) -> Any:
     """A leaf of the carry after a step, which must be what it was before: in shape, dtype, and state or layout.
 
-    A Python number may become an array, and a Python number takes the dtype of the array whose place it takes."""
+    A Python number may become an array, and a Python number takes the dtype of the array whose place it takes, if that
+    holds such numbers."""
     check_leaf(where, after, named := f"the carry{path}, which a step returns")
-    if is_number(before):
-        if np.shape(slot_of(value_of(after))) == ():
+    if not is_number(after) and type(before) is Array:
+        after = array_leaf(after)
+    what = None
+    if np.shape(slot_of(value_of(before))) == np.shape(slot_of(value_of(after))) == ():
+        if is_number(before) and is_number(after):
+            return as_number(after, before)
+        if is_number(before) and holds(after, before):
             return after
-    elif is_number(after) and before.shape == ():
-        after = array_leaf(np.asarray(after, before.dtype) if type(after) is not Array else after)
-        if type(after) is Array and is_number(after):
-            after = after.astype(before.dtype)
+        if is_number(before) or (is_number(after) and not holds(before, after)):
+            what = "one dtype", "an initial value of the dtype that the step returns; or x.astype(dtype) in the step"
+        elif is_number(after):
+            after = _as_array(after, before)
     if type(value_of(before)) is PartitionedArray and not value_of(before).layout.unreduced:
         after = _reduced(after)
-    if what := _difference(before, after):
+    if what := what or _difference(before, after):
         need, mend = what
         raise LayoutError.at(
             where,
@@ -131,6 +144,37 @@ def fixed(where: str, path: str, before: Any, after: Any) -> Any:
             mend=mend,
         )
     return after
+
+
+def holds(x: Any, number: Any) -> bool:
+    """Whether the dtype of an array holds Python numbers of this kind: floats hold integers, integers no floats."""
+    known = frontend(x)
+    dtype = known.dtype(x) if known is not None else x.dtype
+    return {"b": 0, "i": 1, "u": 1, "c": 3}.get(dtype.kind, 2) >= _KINDS.index(_kind(number))
+
+
+def _as_array(number: Any, like: Any) -> Any:
+    """A number as an array of the dtype of another array."""
+    known = frontend(like)
+    if known is not None:
+        return known.cast(known.carrying(np.asarray(number), state_of(()), False), known.dtype(like))
+    if type(number) is not Array:
+        return array_leaf(one_line(np.asarray, (number, like.dtype)))
+    return number.astype(like.dtype)
+
+
+def as_number(x: Any, like: Any) -> Any:
+    """A number, as one of the kind of another number if that is the wider kind: 1 is 1.0 beside floats."""
+    return x + _kind(like)() if widens(x, like) else x
+
+
+def widens(x: Any, y: Any) -> bool:
+    """Whether y is a number of a wider kind than the number x."""
+    return _KINDS.index(_kind(x)) < _KINDS.index(_kind(y))
+
+
+def _kind(number: Any) -> type:
+    return type(slot_of(value_of(number)))
 
 
 def _described(x: Any) -> str:

@@ -158,6 +158,9 @@ class Loop:
             v = mixed(place, pool[k], pool[-1 - k % len(self.steps)])
             v = np.real(v) if kind.dtype is not np.complex128 else v + 0j
             new.append(place.settle(v.astype(kind.dtype), kind))
+        given = len(carry) + len(x) + len(closed)
+        if any(self.numbers):  # what is computed of a number has another dtype in the first step
+            pool[given:] = [(v + np.zeros((), np.complex128), shape) for v, shape in pool[given:]]
         offered = new + [v for k, (v, _) in enumerate(pool) if k >= len(carry) or not self.numbers[k]]
         return new, [offered[k % len(offered)] for k in self.collected]
 

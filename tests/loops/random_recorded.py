@@ -159,12 +159,13 @@ def _nested(e, c, x):
     def inner(u, z):
         return e.at.kept(np.tanh(u @ e.w) + z * e.b), u.sum(0)
 
-    u, ys = spmd.scan(inner, c["u"], np.arange(3).astype(c["u"].dtype))
+    u, ys = spmd.scan(inner, e.at.kept(c["u"]), np.arange(3).astype(c["u"].dtype))
     return {**c, "u": u, "v": c["v"] + np.tanh(e.at.total(ys.sum(0)))}
 
 
 def _nested_kept(e, c, x):
-    return {**c, "u": spmd.fori_loop(0, 3, lambda i, u: e.at.kept(np.sin(u @ e.w) * c["s"]), c["u"], checkpoint=1)}
+    inner = lambda i, u: e.at.kept(np.sin(u @ e.w) * c["s"])
+    return {**c, "u": spmd.fori_loop(0, 3, inner, e.at.kept(c["u"]), checkpoint=1)}
 
 
 def _again(e, c, x):

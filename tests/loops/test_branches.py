@@ -116,6 +116,11 @@ def test_functions_that_give_different_forms_are_refused():
     u = spmd.put(RNG.normal(size=(4, 3)), P("x"), mesh)
     with pytest.raises(LayoutError, match="the result of false_fun"):
         spmd.jit(lambda u: spmd.cond(u.sum() > 0, lambda u: u, lambda u: u[:2], u))(u)
+    for two in (u[:2], u.astype("f4")):
+        with pytest.raises(LayoutError, match=r"the result of false_fun\['a'\]\[1\]\n"):
+            spmd.jit(lambda u, two=two: spmd.cond(u.sum() > 0, lambda: {"a": (u, u)}, lambda: {"a": (u, two)}))(u)
+    with pytest.raises(LayoutError, match=r"the result of false_fun\n.*the tree \[\*\]"):
+        spmd.jit(lambda u: spmd.cond(u.sum() > 0, lambda: (u, u), lambda: [u]))(u)
     with pytest.raises(LayoutError, match="argument pred"):
         spmd.cond(np.ones(3) > 0, lambda x: x, lambda x: x, u)
 
@@ -145,3 +150,20 @@ def test_while_loops(axes):
     for scale in (1.0, 30.0, 0.0):
         u, w, s = arguments(mesh)
         assert bits(once(u * scale, w, s)) == bits(f(u * scale, w, s))
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_numbers_take_the_widest_kind_of_both_functions(positive):
+    """And the dtype of an array that holds them."""
+    mesh, whole = spmd.Mesh(x=2), np.arange(1, 4)
+
+    def f(u, numbers):
+        return spmd.cond(u.sum() > 0, lambda: numbers[0], lambda: numbers[1]) * whole
+
+    u = spmd.put(np.full(4, 1.0 if positive else -1.0), P("x"), mesh)
+    for numbers in ((1, 0.5), (0.5, 1), (2, 0.5j), (np.float32(0.5), 3), (3, np.int8(2)), (True, 2.5)):
+        found = spmd.jit(lambda u, numbers=numbers: f(u, numbers))(u)
+        np.testing.assert_array_equal(found, numbers[not positive] * whole)
+    for numbers in ((np.int64(1), 0.5), (0.5, np.int64(1)), (np.float32(0.5), 1j), (np.True_, 2)):
+        with pytest.raises(LayoutError, match="the result of false_fun"):
+            spmd.jit(lambda u, numbers=numbers: f(u, numbers))(u)

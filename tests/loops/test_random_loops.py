@@ -30,9 +30,15 @@ def bits(tree) -> list:
 
 
 def laid_out(loop: Loop) -> list[list]:
-    """init, xs and closed as global arrays; Python's numbers stay what they are."""
-    put = lambda x, spec: x if isinstance(x, float | complex) else spmd.put(x, spec)
-    return [[*map(put, *pair)] for pair in zip((loop.init, loop.xs, loop.closed), loop.specs(), strict=True)]
+    """init, xs and closed as global arrays. The first of Python's numbers stays what it is: one that met only another
+    number in the first step would meet a global array in the second."""
+    init, xs, closed = loop.specs()
+    first = loop.numbers.index(True) if any(loop.numbers) else None
+    arrays = [
+        spmd.put(np.asarray(x, kind.dtype), spec) for x, kind, spec in zip(loop.init, loop.kinds, init, strict=True)
+    ]
+    carry = [loop.init[k] if k == first else x for k, x in enumerate(arrays)]
+    return [carry, [*map(spmd.put, loop.xs, xs)], [*map(spmd.put, loop.closed, closed)]]
 
 
 def on_the_host(loop: Loop, scan: Callable, checkpoint):
@@ -64,6 +70,12 @@ def of_global_arrays(loop: Loop, scan: Callable, checkpoint, jit=lambda f: f, **
         return host(spmd.value_and_grad(loss, EACH, allow_int=True)(*laid_out(loop)))
 
 
+def with_zeros(x: np.ndarray) -> bytes:
+    """The bytes of an array, with zeros that have no sign: a Python loop adds cotangents of slices to zeros, scan does
+    not."""
+    return (x + 0).tobytes()
+
+
 def wrong(seeds: Iterable[int], run: Callable, **options) -> list[str]:
     told = []
     for seed in seeds:
@@ -72,7 +84,7 @@ def wrong(seeds: Iterable[int], run: Callable, **options) -> list[str]:
         for checkpoint in (None, loop.checkpoint):
             found = run(loop, spmd.scan, checkpoint, **options)
             for got, want in zip(host(found), host(wanted), strict=True):
-                same = got.tobytes() == want.tobytes() if loop.exact else np.allclose(got, want, 1e-4, 1e-5)
+                same = with_zeros(got) == with_zeros(want) if loop.exact else np.allclose(got, want, 1e-4, 1e-5)
                 if not same or got.dtype != want.dtype:
                     told.append(f"{loop}\n{checkpoint=}\ngave {got}\nnot  {want}")
     return told
@@ -83,11 +95,11 @@ def none_of(told: list[str]) -> None:
 
 
 def test_on_the_host():
-    none_of(wrong(range(60), on_the_host))
+    none_of(wrong([*range(60), 1526], on_the_host))
 
 
 def test_in_bodies(scheduler):
-    none_of(wrong(range(15) if scheduler == "lockstep" else range(20, 30), in_bodies, scheduler=scheduler))
+    none_of(wrong([*range(15), 597] if scheduler == "lockstep" else range(20, 30), in_bodies, scheduler=scheduler))
 
 
 def test_gradients_in_bodies():
@@ -95,7 +107,7 @@ def test_gradients_in_bodies():
 
 
 def test_of_global_arrays():
-    none_of(wrong(range(8), of_global_arrays))
+    none_of(wrong([*range(8), 1869], of_global_arrays))
 
 
 def jitted_and_not(loop: Loop, run: Callable, checkpoint, **options) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import PROGRAMS, each_mpi, launch
+from launch import PROGRAMS, TORCHRUN, each_mpi, launch
 from mpi_programs import recorded_loops
 
 import spmd
@@ -315,6 +315,17 @@ def test_python_runs_once(capsys):
 @each_mpi
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_processes_have_the_same_bits(python, n):
+    processes(python, n)
+
+
+@pytest.mark.full
+@pytest.mark.torch
+@pytest.mark.parametrize("n", [3, 4])
+def test_processes_of_torchrun_have_the_same_bits(n):
+    processes(TORCHRUN, n)
+
+
+def processes(python: Any, n: int) -> None:
     ended = launch(PROGRAMS / "recorded_loops.py", str(n), n=n, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.splitlines() == recorded_loops.lines(n)

@@ -138,6 +138,16 @@ def test_numbers_take_the_dtype_that_they_meet():
     assert spmd.fori_loop(0, 3, lambda i, u: not u, True) is False
 
 
+def test_constants_of_a_body_in_the_carry():
+    """An array from outside has the state of what is equal on all workers."""
+    with spmd.Mesh(x=2):
+        run = lambda spec, step: spmd.map(lambda x: spmd.scan(step, x, length=2)[0], spec, spec)
+        for jit in (lambda f: f, spmd.jit):
+            same(jit(run(P(), lambda c, _: (np.ones(3), None)))(W).numpy(), np.ones(3))
+            with pytest.raises(LayoutError, match="one state throughout the loop"):
+                jit(run(P("x"), lambda c, _: (np.ones((2, 3)), None)))(X[:4])
+
+
 def test_the_carry_as_y_and_arrays_used_twice():
     def value(scan, w, **options):
         (a, b), ys = scan(lambda c, x: ((c[1] * w, c[0] + x), (c, c, w, x, c[0])), (np.cos(w), np.sin(w)), X, **options)

@@ -262,6 +262,24 @@ ARGUMENTS = [
             "spmd.while_loop",
         ),
         (
+            "an integer where a number was a float",
+            scan(lambda c, _: (np.int64(1), None), 0.5),
+            "scan of <lambda>: the carry, which a step returns",
+            "int64[]",
+            "float 0.5, as the step takes it: one dtype throughout the loop",
+            "an initial value of the dtype that the step returns",
+        ),
+        (
+            "a float in place of an integer array",
+            lambda: spmd.while_loop(
+                lambda c: c["n"] < 3, lambda c: {"n": c["n"] + 1, "a": 0.5}, {"n": 0, "a": np.int32(1)}
+            ),
+            "while_loop of <lambda>: the carry['a'], which a step returns",
+            "float 0.5",
+            "int32[], as the step takes it: one dtype throughout the loop",
+            "x.astype(dtype) in the step",
+        ),
+        (
             "a length that is a truth value",
             scan(step, length=True),
             "scan of step: argument length",

@@ -75,3 +75,15 @@ def test_trees_numbers_and_fori_loop():
 def test_a_step_that_changes_the_carry(f, words):
     with pytest.raises(LayoutError, match=words):
         spt.map(lambda x: spmd.scan(f, x, length=2)[0], P("x"), P("x"), mesh=spmd.Mesh(x=2))(torch.ones(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_numbers_and_tensors_in_place_of_each_other(dtype):
+    """A number takes the dtype of the tensor whose place it takes; neither loses digits."""
+    two = torch.tensor(2, dtype=dtype)
+    assert torch.equal(spmd.scan(lambda c, _: (2, None), two - 1, length=2)[0], two)
+    assert torch.equal(spmd.scan(lambda c, _: (c * two, None), 1, length=1)[0], two)
+    if not dtype.is_floating_point:
+        for init, after in ((two, 0.5), (0.5, two)):
+            with pytest.raises(LayoutError, match="one dtype throughout the loop"):
+                spmd.scan(lambda c, _, after=after: (after, None), init, length=2)
