@@ -358,8 +358,9 @@ def test_other_errors():
 
 
 @each_engine
-def test_between_processes(python):
-    assert ended_well("jitted_global_arrays.py", python=python, n=4, timeout=200) == "right\n"
+@pytest.mark.parametrize("how", ["half", pytest.param("all", marks=pytest.mark.full)])
+def test_between_processes(python, how):
+    assert ended_well("jitted_global_arrays.py", how, python=python, n=4, timeout=200) == "right\n"
 
 
 ON_ONE = """

@@ -312,9 +312,20 @@ def test_python_runs_once(capsys):
     assert not capsys.readouterr().out or MESH.device != "cpu"
 
 
+EVERY_SEED = (0, 5, 9, 12, 13, 15)
+
+
 @each_mpi
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_processes_have_the_same_bits(python, n):
-    ended = launch(PROGRAMS / "recorded_loops.py", str(n), n=n, python=python, timeout=120)
+@pytest.mark.parametrize(
+    ("n", "seeds"),
+    [
+        (1, (0,)),
+        (3, (5, 12, 13)),
+        (4, (0, 9, 15)),
+        *(pytest.param(n, EVERY_SEED, marks=pytest.mark.full) for n in (1, 3, 4)),
+    ],
+)
+def test_processes_have_the_same_bits(python, n, seeds):
+    ended = launch(PROGRAMS / "recorded_loops.py", *map(str, (n, *seeds)), n=n, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
-    assert ended.stdout.splitlines() == recorded_loops.lines(n)
+    assert ended.stdout.splitlines() == recorded_loops.lines(n, *seeds)
