@@ -6,12 +6,15 @@ machine, with the stand-in for CuPy, `emulator.fake_cupy`.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import functools
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +36,12 @@ settings.load_profile("spmd")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell; programs inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    # Otherwise each of the many processes that tests start would compile the whole library again.
+    _bytecode = tempfile.mkdtemp(prefix="bytecode_of_tests_")
+    os.environ["PYTHONPYCACHEPREFIX"] = _bytecode
+    atexit.register(shutil.rmtree, _bytecode, ignore_errors=True)
 
 DEVICE = os.environ.get("SPMD_TEST_DEVICE", "cpu")
 if DEVICE != "cpu":

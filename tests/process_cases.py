@@ -49,12 +49,21 @@ def of_virtual_workers() -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize(
     "how",
-    ["checked", pytest.param("unchecked", marks=pytest.mark.full), pytest.param("placed", marks=pytest.mark.both)],
+    [
+        "checked",
+        pytest.param("unchecked", marks=pytest.mark.full),
+        pytest.param("placed", marks=pytest.mark.full),
+        pytest.param("placed share", marks=pytest.mark.both),
+    ],
 )
 def test_verbs_operators_products_and_gradients_have_the_bits_of_virtual_workers(python, how):
-    """placed: blocks go from arena to arena, if they are not of a few bytes or lie elsewhere."""
-    found = json.loads(ended_well("verbs.py", how, python=python, timeout=120, SPMD_CHECK=str(+(how != "unchecked"))))
+    """placed: blocks go from arena to arena, if they are not of a few bytes or lie elsewhere. share: a third of all."""
+    check = str(+(how != "unchecked"))
+    found = json.loads(ended_well("verbs.py", *how.split(), python=python, timeout=120, SPMD_CHECK=check))
     expected = of_virtual_workers()
+    if "share" in how:
+        assert len(found) > len(expected) / 4
+        expected = {case: digests for case, digests in expected.items() if case in found}
     assert found.keys() == expected.keys()
     differ = [
         f"{case}, {name}: {text} locally, {found[case].get(name)} in processes"

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from spmd.autodiff import tree, vjp
 from spmd.autodiff.check import check_grads, check_vjp
 
-FEW = settings(derandomize=True, deadline=None, max_examples=4, database=None)
+FEW = settings(derandomize=True, deadline=None, max_examples=3, database=None)
 FEWER = settings(FEW, max_examples=2)
 MORE = settings(FEW, max_examples=6)
 MANY = settings(derandomize=True, deadline=None, max_examples=200, database=None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 
 import pytest
 from launch import ROOT, launch, mpiexec, run_python
+
+by_itself = functools.cache(run_python)
+"""A program that ran without a launcher: several tests look at how it ended."""
 
 AFFINE = ROOT / "examples" / "affine.py"
 
@@ -32,7 +36,7 @@ def right(ended: subprocess.CompletedProcess) -> dict[str, float]:
 
 
 def test_an_affine_layer_on_unequal_partitions():
-    ended = run_python(AFFINE)
+    ended = by_itself(AFFINE)
     right(ended)
     assert ended.stdout.count("nothing") == 2
 
@@ -40,7 +44,7 @@ def test_an_affine_layer_on_unequal_partitions():
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_same_under_mpiexec():
-    assert right(launch(AFFINE, n=12, timeout=120)) == right(run_python(AFFINE))
+    assert right(launch(AFFINE, n=12, timeout=120)) == right(by_itself(AFFINE))
 
 
 WAVE = ROOT / "examples" / "wave.py"
@@ -53,7 +57,7 @@ def wave(ended: subprocess.CompletedProcess) -> list[str]:
     return [re.sub(r"  +[\d.]+ s$", "", line) for line in ended.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("mesh", ["2,2", "3,1", "1,1"])
+@pytest.mark.parametrize("mesh", ["3,2", "1,1"])
 def test_the_gradient_of_a_wave_is_the_adjoint_by_hand(mesh, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("scipy")
@@ -114,7 +118,7 @@ def losses(ended: subprocess.CompletedProcess) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mesh", [("2", "2"), ("3", "1"), ("1", "1")])
+@pytest.mark.parametrize("mesh", [("3", "2"), ("1", "1")])
 def test_recorded_steps_give_the_losses_of_others(mesh):
     found = losses(run_python(RECORDED, "--steps", "40", "--data", mesh[0], "--model", mesh[1], timeout=120))
     assert len(set(found)) == 1
@@ -124,8 +128,8 @@ def test_recorded_steps_give_the_losses_of_others(mesh):
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_recorded_steps_under_mpiexec():
-    ended = launch(RECORDED, "--steps", "40", n=4, timeout=120)
-    assert losses(ended) == losses(run_python(RECORDED, "--steps", "40", timeout=120))
+    ended = launch(RECORDED, "--steps", "6", n=4, timeout=120)
+    assert losses(ended) == losses(run_python(RECORDED, "--steps", "6", timeout=120))
 
 
 WATER = ROOT / "examples" / "shallow_water.py"
@@ -141,7 +145,7 @@ def water(ended: subprocess.CompletedProcess) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("mesh", ["2,2", "4,1", "1,1"])
+@pytest.mark.parametrize("mesh", ["3,2", "1,1"])
 def test_water_falls_into_the_shape_that_was_recorded(mesh):
     water(run_python(WATER, *BRIEF, "--mesh", mesh, timeout=120))
 

@@ -135,11 +135,21 @@ def test_a_float_may_be_differentiated_in_the_body():
 @pytest.mark.parametrize("axes", [{"x": 3}, {"x": 2, "y": 2}], ids=str)
 @pytest.mark.parametrize("kind", operator_classes(), ids=lambda kind: kind.__name__)
 def test_every_operator_and_its_adjoint(kind, axes, scheduler):
-    mesh = spmd.Mesh(**axes, scheduler=scheduler)
+    """On two axes: along the one whose workers are no neighbours, and along both in the other order."""
+    record_operator(kind, spmd.Mesh(**axes, scheduler=scheduler), along=[("x",), ("y", "x")])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", operator_classes(), ids=lambda kind: kind.__name__)
+def test_every_operator_along_the_other_axes(kind, scheduler):
+    record_operator(kind, spmd.Mesh(x=2, y=2, scheduler=scheduler), along=[("y",), ("x", "y")])
+
+
+def record_operator(kind, mesh, along):
     done = 0
     for case in operator_cases(kind, mesh):
         op = case.operator
-        if op.source == ROOTED:
+        if op.source == ROOTED or op.axes not in along:
             continue  # the adjoints of those that give Rooted values
         shapes = [case.shape] * mesh.size
         if case.spec is not None:

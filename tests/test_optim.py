@@ -448,7 +448,7 @@ def test_what_is_differentiated_is_not_given_away():
 
 
 @each_mpi
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_processes_train_alike_whether_parameters_are_given_away(python, processes):
     ended = launch(PROGRAMS / "training.py", str(processes), n=processes, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)

@@ -113,6 +113,12 @@ import importlib, os, pathlib, sys, traceback
 
 import numpy, optree, greenlet, threadpoolctl
 
+for other in "numba", "scipy.fft", "scipy.special":  # once, not in each of the processes whose module needs it
+    try:
+        importlib.import_module(other)
+    except ImportError:
+        pass
+
 target, *names = sys.argv[1:]
 sys.path.insert(0, target)
 
@@ -142,7 +148,10 @@ assert not any(module.split(".")[0] == "spmd" for module in sys.modules)
 
 def failures(name):
     # How many of a module and those inside it cannot be imported. Python imports a package before what is in it, so
-    # the processes of its modules are forked from one that has done that.
+    # the processes of its modules are forked from one that has done that. What this has imported needs no process.
+    inside = [m for m in names if m.rpartition(".")[0] == name]
+    if name in sys.modules:
+        return sum(map(failures, inside))
     child = os.fork()
     if child == 0:
         try:
@@ -150,7 +159,7 @@ def failures(name):
         except BaseException:
             print(name, traceback.format_exc(), sep="\\n", file=sys.stderr, flush=True)
             os._exit(1)
-        os._exit(sum(map(failures, [m for m in names if m.rpartition(".")[0] == name])))
+        os._exit(sum(map(failures, inside)))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 

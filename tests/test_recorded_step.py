@@ -457,7 +457,7 @@ def test_inner_products_of_global_arrays_are_recorded():
 
 
 @each_mpi
-@pytest.mark.parametrize("axes", [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("axes", [pytest.param((2, 1), marks=pytest.mark.full), (1, 3), (2, 2)])
 def test_processes_take_the_same_steps(python, axes):
     ended = launch(PROGRAMS / "recorded_step.py", *map(str, axes), n=axes[0] * axes[1], python=python, timeout=120)
     assert ended.returncode == 0, str(ended)

@@ -126,7 +126,7 @@ def sampled(sites, contexts, every):
     return [(s, c) for i, s in enumerate(sites) for j, c in enumerate(contexts) if (i + j) % every == 0]
 
 
-@pytest.mark.parametrize(("site", "call"), sampled(SITES, CALLS, 6))
+@pytest.mark.parametrize(("site", "call"), sampled(SITES, CALLS, 9))
 @pytest.mark.parametrize("mesh", [LOCKSTEP, THREADS], ids=["lockstep", "threads"])
 def test_users_frames_of_the_body_and_of_the_call(tmp_path, site, call, mesh):
     program = written(tmp_path, site=SITES[site], call=CALLS[call], mesh=mesh)

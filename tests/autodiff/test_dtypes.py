@@ -58,11 +58,13 @@ def numbers(dtype, shape):
 
 
 def operands(dtypes):
-    for dtype in dtypes:
-        yield numbers(dtype, (2,))
-        yield numbers(dtype, ())
-        yield numbers(dtype, ())[()]
-    yield from (2, 0.5, 0.5 + 0.5j, True)
+    """Pairs of an array and any operand, in both orders."""
+    arrays = [numbers(dtype, shape) for dtype in dtypes for shape in ((2,), ())]
+    scalars = [numbers(dtype, ())[()] for dtype in dtypes] + [2, 0.5, 0.5 + 0.5j, True]
+    yield from itertools.product(arrays, arrays)
+    for x, y in itertools.product(arrays, scalars):
+        yield x, y
+        yield y, x
 
 
 BINARY = {f.__name__: f for f in primitives if isinstance(f, np.ufunc) and f.nin == 2 and f.signature is None}
@@ -107,13 +109,11 @@ def meets(f, x, y, traced):
 def promotes(f, dtypes):
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
-        pairs = itertools.product([x for d in dtypes for x in (numbers(d, (2,)), numbers(d, ()))], operands(dtypes))
-        for x, y in pairs:
+        for x, y in operands(dtypes):
             active = [kind_of_dtype(np.result_type(v)) in ("f", "c") for v in (x, y)]
-            for a, b, on in ((x, y, active), (y, x, active[::-1])):
-                for traced in ((0,), (1,), (0, 1)):
-                    if all(on[k] for k in traced):
-                        meets(f, a, b, traced)
+            for traced in ((0,), (1,), (0, 1)):
+                if all(active[k] for k in traced):
+                    meets(f, x, y, traced)
 
 
 @pytest.mark.parametrize("name", sorted(BINARY))

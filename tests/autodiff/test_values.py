@@ -92,11 +92,25 @@ def outcome(run):
 
 @each
 def test_values_are_numpys_own(row):
+    """Of numbers that are not ordinary, some rows in double precision and the others in single."""
+    number = ROWS.index(row)
+    modes = [] if LOOPS.search(row.name) else [*MODES, "mixed"]
+    check_values(row, [(None, False), (None, True), *((mode, (number + k) % 2 == 0) for k, mode in enumerate(modes))])
+
+
+@pytest.mark.full
+@each
+def test_values_are_numpys_own_in_both_precisions(row):
+    modes = [] if LOOPS.search(row.name) else [*MODES, "mixed"]
+    check_values(row, itertools.product(modes, (False, True)))
+
+
+def check_values(row, cases):
+    """cases: the kind of numbers, and whether in single precision."""
     drawn, rng = draw(row), np.random.default_rng(zlib.crc32(row.name.encode()))
     if FOLDS.match(row.name):
         pytest.skip("NumPy's own is wrong on some machines")
-    modes = [None] if LOOPS.search(row.name) else [None, *MODES, "mixed"]
-    for mode, narrow in itertools.product(modes, (False, True)):
+    for mode, narrow in cases:
         args = tuple(single(a) if narrow else a for a in drawn)
         args = tuple(corrupted(rng, a, mode) if mode else a for a in args)
         expected = outcome(lambda args=args: row.f(*args))

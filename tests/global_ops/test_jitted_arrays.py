@@ -134,8 +134,9 @@ SECOND = {
 
 @pytest.mark.parametrize("way", SECOND)
 @pytest.mark.parametrize("name", ["mean 0", "T", "slice", "x @ x.T", "sort", "reshape", "roll"])
-def test_second_derivatives(name, way):
-    compare(name, SECOND[way], MESHES[2:], (6, 5))
+@pytest.mark.parametrize("axes", [pytest.param(MESHES[2], marks=pytest.mark.full), MESHES[3]], ids=str)
+def test_second_derivatives(name, way, axes):
+    compare(name, SECOND[way], [axes], (6, 5))
 
 
 # A step of training
@@ -358,8 +359,9 @@ def test_other_errors():
 
 
 @each_engine
-def test_between_processes(python):
-    assert ended_well("jitted_global_arrays.py", python=python, n=4, timeout=200) == "right\n"
+@pytest.mark.parametrize("how", ["half", pytest.param("all", marks=pytest.mark.full)])
+def test_between_processes(python, how):
+    assert ended_well("jitted_global_arrays.py", how, python=python, n=4, timeout=200) == "right\n"
 
 
 ON_ONE = """

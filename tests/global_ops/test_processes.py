@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from launch import launch
 from process_cases import each_engine, ended_well
 
 
 @each_engine
-def test_functions_of_global_arrays_between_processes(python):
-    assert ended_well("global_arrays.py", python=python, n=4, timeout=200) == "right\n"
+@pytest.mark.parametrize("how", ["half", pytest.param("all", marks=pytest.mark.full)])
+def test_functions_of_global_arrays_between_processes(python, how):
+    assert ended_well("global_arrays.py", how, python=python, n=4, timeout=200) == "right\n"
 
 
 @each_engine

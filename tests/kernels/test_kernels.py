@@ -411,9 +411,9 @@ def hits(folder, *kinds, before=""):
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 def test_loops_are_cached_by_all_their_inputs(tmp_path):
-    assert hits(tmp_path, "f4", "f8") == 0
-    assert hits(tmp_path, "f8", "i8") == 1
-    assert hits(tmp_path, "f8", "i8", "f4") == 3
+    assert hits(tmp_path, "f4") == 0
+    assert hits(tmp_path, "f4", "f8") == 1
+    assert hits(tmp_path, "f8", "f4") == 2
     assert not list(tmp_path.glob("*/*.nbi")), (
         "numba's index may name a file with another process's code for other types"
     )

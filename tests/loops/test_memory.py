@@ -14,9 +14,9 @@ import spmd
 from spmd import P
 from spmd.autodiff.tracer import Array
 
-STEPS = 1000
+STEPS = 400
 U, LARGE = np.linspace(0.1, 1, 5000), np.linspace(0.1, 1, 40_000)
-KEPT = {5: 5, 20: 20, 100: 100, "sqrt": 32}
+KEPT = {5: 5, 20: 20, 100: 100, "sqrt": 20}
 """What is asked for, and the states that may be kept."""
 
 

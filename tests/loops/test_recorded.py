@@ -312,20 +312,31 @@ def test_python_runs_once(capsys):
     assert not capsys.readouterr().out or MESH.device != "cpu"
 
 
+EVERY_SEED = (0, 5, 9, 12, 13, 15)
+
+
 @each_mpi
-@pytest.mark.parametrize("n", [1, 3, 4])
-def test_processes_have_the_same_bits(python, n):
-    processes(python, n)
+@pytest.mark.parametrize(
+    ("n", "seeds"),
+    [
+        (1, (0,)),
+        (3, (5, 12, 13)),
+        (4, (0, 9, 15)),
+        *(pytest.param(n, EVERY_SEED, marks=pytest.mark.full) for n in (1, 3, 4)),
+    ],
+)
+def test_processes_have_the_same_bits(python, n, seeds):
+    processes(python, n, seeds)
 
 
 @pytest.mark.full
 @pytest.mark.torch
 @pytest.mark.parametrize("n", [3, 4])
 def test_processes_of_torchrun_have_the_same_bits(n):
-    processes(TORCHRUN, n)
+    processes(TORCHRUN, n, EVERY_SEED)
 
 
-def processes(python: Any, n: int) -> None:
-    ended = launch(PROGRAMS / "recorded_loops.py", str(n), n=n, python=python, timeout=120)
+def processes(python: Any, n: int, seeds: tuple[int, ...]) -> None:
+    ended = launch(PROGRAMS / "recorded_loops.py", *map(str, (n, *seeds)), n=n, python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
-    assert ended.stdout.splitlines() == recorded_loops.lines(n)
+    assert ended.stdout.splitlines() == recorded_loops.lines(n, *seeds)

@@ -54,7 +54,7 @@ def body(x):
         if HOW == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if HOW == "busy":
-            away(4)
+            away(2.5)
         if HOW == "holding":  # the interpreter: no other thread of the process runs
             started = time.monotonic()
             while time.monotonic() - started < 2:

@@ -542,7 +542,7 @@ def check_case(case: Case, scheduler: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
 @given(st.data(), st.sampled_from(["lockstep", "threads"]), st.integers(0, 99))
-@settings(max_examples=20)
+@settings(max_examples=15)
 def test_operator(kind, data, scheduler, seed):
     check_case(data.draw(cases(kind)), scheduler, seed)
 
@@ -557,7 +557,7 @@ def test_operator_at_length(kind, data, scheduler, seed):
 
 @pytest.mark.parametrize("kind", OPERATORS, ids=lambda kind: kind.__name__)
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_declared_cost_is_what_was_sent(kind, data):
     case = data.draw(cases(kind))
     note(repr(case))

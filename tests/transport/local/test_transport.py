@@ -757,9 +757,18 @@ def test_calls_do_not_keep_the_arrays_of_those_who_called(scheduler):
 
 
 def test_verbs_and_operators_give_the_same_bits_with_both_schedulers():
-    assert verbs.results(transport="local", scheduler="lockstep") == verbs.results(
-        transport="local", scheduler="threads"
-    )
+    """Of a third of the cases; `process_cases.py` has them all, on processes and by the scheduler lockstep."""
+    _with_both_schedulers(share=True)
+
+
+@pytest.mark.full
+def test_all_verbs_and_operators_give_the_same_bits_with_both_schedulers():
+    _with_both_schedulers(share=False)
+
+
+def _with_both_schedulers(share: bool) -> None:
+    lockstep, threads = (verbs.results(share, transport="local", scheduler=s) for s in ("lockstep", "threads"))
+    assert lockstep == threads
 
 
 def test_timing_changes_nothing(scheduler):
