@@ -192,7 +192,8 @@ class Reader:
         except CorruptCheckpointError as error:
             raise type(error)(f"the leaf {entry.name!r}, {error}") from None
         except OSError as error:
-            raise CheckpointError.at(
+            kind = CorruptCheckpointError if isinstance(error, FileNotFoundError) else CheckpointError
+            raise kind.at(
                 f"the leaf {entry.name!r}",
                 got=str(error),
                 need="all files that the manifest names",

@@ -211,7 +211,7 @@ def test_tensors_that_an_index_does_not_name_are_not_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit the file"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit its bytes"),
         ({"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}, "does not fit the file"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "does not fit the file"),
         ({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, "a header that cannot be read"),

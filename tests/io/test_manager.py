@@ -95,7 +95,7 @@ def test_an_error_in_the_background_surfaces_at_the_next_call(tmp_path, monkeypa
         while checkpoints._running[None]._thread.is_alive():
             time.sleep(0.01)
     arguments = {"save": (3, {"x": 0})}.get(then, ())
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         getattr(checkpoints, then)(*arguments)
     assert checkpoints.all_steps() == [1]
     checkpoints.save(3, {"x": np.arange(5)})

@@ -337,7 +337,7 @@ def test_names_are_mapped_and_chosen(tmp_path):
         tmp_path,
         like={"model": target},
         rename=lambda name: name.replace("model.", "net."),
-        names=["model.up.*", "model.down.bias"],
+        names=["net.up.*", "net.down.bias"],
         strict=False,
     )
     assert torch.equal(target.up.weight, source.up.weight)

@@ -183,7 +183,7 @@ def test_parameters_of_several_modules_have_the_names_of_these(tmp_path):
     tree["g"](tree["d"](torch.ones(1, 2))).sum().backward()
     tree["optimizer"].step()
     spmd.save(tmp_path, tree)
-    assert "optimizer.state.d.weight.momentum_buffer" in spmd.io.loading.read_manifest(tmp_path).arrays
+    assert "optimizer.state.d.weight.momentum_buffer" in spmd.io.reading.read_manifest(tmp_path).arrays
     other = make()
     # In another order: the names tell.
     other["optimizer"] = torch.optim.SGD([*other["d"].parameters(), *other["g"].parameters()], momentum=0.5)
@@ -205,7 +205,7 @@ def test_an_optimizer_without_its_module(named, tmp_path):
     optimizer.step()
     spmd.save(tmp_path, optimizer)
     first = "weight" if named else "0"
-    assert f"state.{first}.momentum_buffer" in spmd.io.loading.read_manifest(tmp_path).arrays
+    assert f"state.{first}.momentum_buffer" in spmd.io.reading.read_manifest(tmp_path).arrays
     other = torch.optim.SGD(parameters, momentum=0.5)
     spmd.load(tmp_path, like=other)
     assert torch.equal(other.state[net.weight]["momentum_buffer"], optimizer.state[net.weight]["momentum_buffer"])
@@ -383,7 +383,7 @@ def test_random_numbers_go_on(tmp_path):
 
 def test_a_generator_of_another_device_is_refused(tmp_path, monkeypatch):
     spmd.save(tmp_path, {"g": torch.Generator()})
-    manifest = spmd.io.loading.read_manifest(tmp_path)
+    manifest = spmd.io.reading.read_manifest(tmp_path)
     text = json.loads(json.dumps(manifest.tree).replace('"cpu"', '"cuda"'))
     manifest.tree = text
     (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())

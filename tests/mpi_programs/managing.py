@@ -34,7 +34,7 @@ with spmd.Mesh(x=3) as mesh:
 
     saving.write_files = full if own == 1 else write_files
     checkpoints.save(5, state)
-    with pytest.raises((CheckpointError, OSError), match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.wait()
     saving.write_files = write_files
     assert checkpoints.latest() == 4
