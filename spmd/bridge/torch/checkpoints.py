@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -354,7 +355,7 @@ def _values(part: SavedPart, tree: Any, p: Any) -> Any:
 def _numbers(x: Any) -> list[range]:
     """The numbers of the parameters of each group, in the order of all groups."""
     ends = np.cumsum([0, *(len(group["params"]) for group in x.param_groups)]).tolist()
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def _parameter_names(x: Any, others: Mapping[str, Any]) -> list[str]:
@@ -404,7 +405,11 @@ class _Generator:
                 need="the same kind of device: its numbers are made in another way",
                 mend=f"torch.Generator({state['device']!r})",
             )
-        return partial(x.set_state, state["state"])
+
+        def change() -> None:
+            x.set_state(state["state"])
+
+        return change
 
 
 STATES[torch.Generator] = _Generator()

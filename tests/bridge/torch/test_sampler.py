@@ -360,7 +360,7 @@ def loaders_of(sampler, **options):
 def test_a_step_counts_when_the_program_has_its_batch(processes):
     """However many the processes of a loader have read ahead."""
     options = {"num_workers": processes, "prefetch_factor": 4} if processes else {}
-    make = lambda: DistributedSampler(Numbers(29), 2, 1, batch_size=8, seed=3)  # noqa: E731
+    make = lambda: DistributedSampler(Numbers(29), 2, 1, batch_size=8, seed=3)
     whole = [i for share in make().batches for i in share]
     for k in range(4):
         sampler = make()
