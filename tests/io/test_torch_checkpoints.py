@@ -410,6 +410,11 @@ def a_view():
     return {"w": spt.Parameter(torch.zeros(4, 6), P(None, "a")).detach().view(8, 3)}
 
 
+def save_within(x):
+    spmd.save("nowhere/never", {"w": x})
+    return x.sum()
+
+
 def of_a_body():
     kept: list[Any] = []
     on(lambda: kept.append(spt.Parameter(torch.ones(4), P("a"))), a=2)
@@ -499,7 +504,7 @@ MISTAKES = [
         ),
         (
             "inside torch.func",
-            lambda: torch.func.grad(lambda x: (spmd.save("nowhere/never", {"w": x}), x.sum())[1])(torch.ones(2)),
+            lambda: torch.func.grad(save_within)(torch.ones(2)),
             CheckpointError,
             "tree, the leaf 'w'",
             "inside a transformation of torch.func",

@@ -6,10 +6,10 @@ shapes of its `state_dict` of whole tensors, on any mesh. That of an optimiser h
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -355,7 +355,7 @@ def _values(part: SavedPart, tree: Any, p: Any) -> Any:
 def _numbers(x: Any) -> list[range]:
     """The numbers of the parameters of each group, in the order of all groups."""
     ends = np.cumsum([0, *(len(group["params"]) for group in x.param_groups)]).tolist()
-    return [range(a, b) for a, b in itertools.pairwise(ends)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 def _parameter_names(x: Any, others: Mapping[str, Any]) -> list[str]:
