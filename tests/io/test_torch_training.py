@@ -21,6 +21,7 @@ import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import CheckpointError  # noqa: E402
+from spmd.io.reading import read_manifest  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.host("tensors of these tests lie on the host")]
 
@@ -269,7 +270,7 @@ def test_parameters_of_several_modules_have_the_names_of_these(tmp_path):
     tree["g"](tree["d"](torch.ones(1, 2))).sum().backward()
     tree["optimizer"].step()
     spmd.save(tmp_path, tree)
-    assert "optimizer.state.d.weight.momentum_buffer" in spmd.io.loading.read_manifest(tmp_path).arrays
+    assert "optimizer.state.d.weight.momentum_buffer" in read_manifest(tmp_path).arrays
     other = make()
     # In another order: the names tell.
     other["optimizer"] = torch.optim.SGD([*other["d"].parameters(), *other["g"].parameters()], momentum=0.5)
@@ -291,7 +292,7 @@ def test_an_optimizer_without_its_module(named, tmp_path):
     optimizer.step()
     spmd.save(tmp_path, optimizer)
     first = "weight" if named else "0"
-    assert f"state.{first}.momentum_buffer" in spmd.io.loading.read_manifest(tmp_path).arrays
+    assert f"state.{first}.momentum_buffer" in read_manifest(tmp_path).arrays
     other = torch.optim.SGD(parameters, momentum=0.5)
     spmd.load(tmp_path, like=other)
     assert torch.equal(other.state[net.weight]["momentum_buffer"], optimizer.state[net.weight]["momentum_buffer"])
@@ -467,9 +468,9 @@ def test_random_numbers_go_on(tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(on(go_on, {"a": 3}), expected, strict=True))
 
 
-def test_a_generator_of_another_device_is_refused(tmp_path, monkeypatch):
+def test_a_generator_of_another_device_is_refused(tmp_path):
     spmd.save(tmp_path, {"g": torch.Generator()})
-    manifest = spmd.io.loading.read_manifest(tmp_path)
+    manifest = read_manifest(tmp_path)
     text = json.loads(json.dumps(manifest.tree).replace('"cpu"', '"cuda"'))
     manifest.tree = text
     (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
