@@ -57,7 +57,7 @@ def load(
     either: a dictionary by the names of the tensors.
     like: a tree of what is wanted: global arrays, whose layout and mesh the loaded ones get, arrays of NumPy, CuPy and
     PyTorch, `spt.Parameter`s, `spmd.ShapeDtypeStruct`s; other leaves are constants, which are replaced. Objects with a
-    state, such as modules and optimisers, are given theirs in place.
+    state, such as modules and optimisers, are given theirs in place, when all processes have read theirs.
     specs: without `like`, a spec or a prefix of the tree that was saved: global arrays on `mesh`, by default that of
     the enclosing `with mesh:`. Without both: arrays of NumPy.
     names: patterns of the names to load, such as "params.*": what else `like` has stays as it is; without `like`, the

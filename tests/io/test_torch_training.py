@@ -21,6 +21,7 @@ import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import CheckpointError  # noqa: E402
+from spmd.io.reading import read_manifest  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.host("tensors of these tests lie on the host")]
 
@@ -150,6 +151,50 @@ def test_an_optimizer_goes_on_on_another_mesh(name, src, dst, tmp_path):
         assert kinds["step"] == torch.float32  # as the optimiser makes it
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_data_parallel_training_goes_on(check, tmp_path):
+    """Bodies that do not track states too."""
+    x = torch.linspace(-1, 1, 39, dtype=torch.float64).reshape(13, 3)
+
+    def make():
+        with spt.drawing(0):
+            net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        model = spt.data_parallel(net, "d")
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05)}
+
+    def train(x, state, n):
+        losses = []
+        for _ in range(n):
+            state["optimizer"].zero_grad()
+            loss = spt.mean((state["model"](x) - x[:, :2] ** 2) ** 2, "d")
+            loss.backward()
+            state["optimizer"].step()
+            losses.append(loss.item())
+        return losses
+
+    def first(x):
+        state = make()
+        losses = train(x, state, 3)
+        spmd.save(tmp_path, state)
+        return losses
+
+    def second(x):
+        state = make()
+        spmd.load(tmp_path, like=state)
+        return train(x, state, 3)
+
+    def mapped(body, **axes):
+        mesh = spmd.Mesh(transport="local", scheduler="threads", **axes)
+        return spt.map(body, P("d"), None, mesh=mesh, check=check)(x)
+
+    losses = mapped(first, d=2, e=2) + mapped(second, d=3)
+    assert losses == pytest.approx(mapped(lambda x: train(x, make(), 6), d=3), rel=1e-12)
+    serial = {"model": nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()}
+    serial["optimizer"] = torch.optim.Adam(serial["model"].parameters())
+    spmd.load(tmp_path, like=serial)  # under the same names
+    assert len(serial["optimizer"].state) == 4
+
+
 def test_hyperparameters_groups_and_names(tmp_path):
     """Those that were saved; how steps are computed is the optimiser's own."""
     net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -171,6 +216,48 @@ def test_hyperparameters_groups_and_names(tmp_path):
     assert set(other.state) == {*net[0].parameters(), net[1].bias}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        ({}, {"fused": True}, torch.float32),
+        ({"fused": True}, {"foreach": False}, torch.float64),
+        ({"foreach": True}, {}, torch.bfloat16),
+    ],
+)
+def test_steps_are_computed_as_the_optimizer_was_made_to(before, after, dtype, tmp_path):
+    def train(net, optimizer, n):
+        for k in range(n):
+            optimizer.zero_grad()
+            net(torch.full((4, 3), 1.0 + k, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+
+    net, other = nn.Linear(3, 2, dtype=dtype), nn.Linear(3, 2, dtype=dtype)
+    saved = torch.optim.AdamW(net.parameters(), lr=0.1, **before)
+    train(net, saved, 3)
+    spmd.save(tmp_path, {"net": net, "optimizer": saved})
+    loaded = torch.optim.AdamW(other.parameters(), **after)
+    spmd.load(tmp_path, like={"net": other, "optimizer": loaded})
+    train(net, saved, 2)
+    train(other, loaded, 2)
+    assert torch.allclose(net.weight, other.weight, rtol=1e-6)
+    state = loaded.state[other.weight]
+    assert (state["step"].dtype, state["exp_avg"].dtype) == (torch.float32, dtype)
+    assert {key: loaded.param_groups[0][key] for key in after} == after
+
+
+def test_an_object_that_is_not_renamed_is_refused(tmp_path):
+    net = nn.Linear(2, 2)
+    spmd.save(tmp_path, {"old": torch.optim.SGD(net.parameters())})
+    like = {"new": torch.optim.SGD(net.parameters())}
+    spmd.load(tmp_path, like=like, rename=lambda name: name.replace("new", "old"))
+    with pytest.raises(CheckpointError) as caught:
+        spmd.load(tmp_path, like=like, rename=lambda name: name.replace("new.", "old."), strict=False)
+    message = parsed(caught.value)
+    assert "the object 'new'" in message.head
+    assert "no tree 'new'" in message.got
+    assert "rename=" in message.mend
+
+
 def test_parameters_of_several_modules_have_the_names_of_these(tmp_path):
     def make():
         return {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
@@ -183,7 +270,7 @@ def test_parameters_of_several_modules_have_the_names_of_these(tmp_path):
     tree["g"](tree["d"](torch.ones(1, 2))).sum().backward()
     tree["optimizer"].step()
     spmd.save(tmp_path, tree)
-    assert "optimizer.state.d.weight.momentum_buffer" in spmd.io.reading.read_manifest(tmp_path).arrays
+    assert "optimizer.state.d.weight.momentum_buffer" in read_manifest(tmp_path).arrays
     other = make()
     # In another order: the names tell.
     other["optimizer"] = torch.optim.SGD([*other["d"].parameters(), *other["g"].parameters()], momentum=0.5)
@@ -205,7 +292,7 @@ def test_an_optimizer_without_its_module(named, tmp_path):
     optimizer.step()
     spmd.save(tmp_path, optimizer)
     first = "weight" if named else "0"
-    assert f"state.{first}.momentum_buffer" in spmd.io.reading.read_manifest(tmp_path).arrays
+    assert f"state.{first}.momentum_buffer" in read_manifest(tmp_path).arrays
     other = torch.optim.SGD(parameters, momentum=0.5)
     spmd.load(tmp_path, like=other)
     assert torch.equal(other.state[net.weight]["momentum_buffer"], optimizer.state[net.weight]["momentum_buffer"])
@@ -381,9 +468,9 @@ def test_random_numbers_go_on(tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(on(go_on, {"a": 3}), expected, strict=True))
 
 
-def test_a_generator_of_another_device_is_refused(tmp_path, monkeypatch):
+def test_a_generator_of_another_device_is_refused(tmp_path):
     spmd.save(tmp_path, {"g": torch.Generator()})
-    manifest = spmd.io.reading.read_manifest(tmp_path)
+    manifest = read_manifest(tmp_path)
     text = json.loads(json.dumps(manifest.tree).replace('"cpu"', '"cuda"'))
     manifest.tree = text
     (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
