@@ -31,7 +31,7 @@ class Source:
 
     layout: how it lies, in words. holders: for each box of it with entries the members that have it, in memory that is
     equal. block: the entries of a box, or of a part of one, as an array of the host; for members that have it.
-    is_replica: whether it is bare data, of which each member is supposed to have the same.
+    is_replica: whether the copies of a box are compared: they are supposed to be equal, and nothing has verified it.
     kind: what to make of it on loading into an object: "" an array, "scalar", "torch".
     """
 

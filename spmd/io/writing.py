@@ -6,7 +6,6 @@ All members make the same plan from what all know of the arrays. Each writes its
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from spmd.io.manifest import ArrayEntry, FileEntry, Piece
 from spmd.io.sources import Source
 from spmd.layout import Box, block_bounds
 
-__all__ = ["WritePlan", "plan_of", "slab_boxes", "slabs", "volume", "write_files"]
+__all__ = ["WritePlan", "digest_of_box", "plan_of", "slab_boxes", "slabs", "volume", "write_files"]
 
 FILE_BYTES = 2 << 30
 """No file is longer than this and a header."""
@@ -178,7 +177,6 @@ def slab_boxes(box: Box, itemsize: int) -> Iterator[Box]:
         yield from slab_boxes((*box[:dim], (lo, min(lo + rows, stop)), *box[dim + 1 :]), itemsize)
 
 
-def digest_of_replica(source: Source) -> str:
-    """A digest of the bytes of bare data, which all members are supposed to have alike."""
-    digests = [checksum(data) for box in source.holders for data in slabs(source, box)]
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+def digest_of_box(source: Source, box: Box) -> str:
+    """A digest of the bytes of a box, of which several members have copies."""
+    return hashlib.sha256("".join(map(checksum, slabs(source, box))).encode()).hexdigest()[:16]

@@ -556,3 +556,24 @@ def test_tensors_of_torch_distributed_are_refused(tmp_path):
         dist.destroy_process_group()
     assert "DTensor" in parsed(caught.value).got
     assert "x.full_tensor()" in parsed(caught.value).mend
+
+
+@pytest.mark.parametrize("parted", [True, False])
+def test_copies_of_a_block_are_compared(parted, tmp_path):
+    """A worker whose copy of a block has gone another way is found, whichever worker writes the block."""
+
+    def body():
+        p = spt.Parameter(torch.arange(6.0), P("a"))
+        if parted and spmd.worker_index("b") == 1 and spmd.worker_index("a") == 1:
+            with torch.no_grad():
+                p.block().add_(1)
+        spmd.save(tmp_path, {"p": p})
+
+    with spmd.Mesh(a=2, b=2):
+        save = spt.map(body, in_specs=(), out_specs=None)
+        if not parted:
+            return save()
+        with pytest.raises(
+            CheckpointError, match=r"'p'\n  got:    values that differ between worker 2 .* and worker 3"
+        ):
+            save()

@@ -155,7 +155,7 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
         own = layout.boxes[x.block_index]
         holders = _holders(layout, worker.mesh, members)
         text = str(layout.spec) if layout.spec is not None else repr(layout)
-        return Source(layout.shape, dtype, text, holders, partial(_part, local, own), False, "torch")
+        return Source(layout.shape, dtype, text, holders, partial(_part, local, own), True, "torch")
     shape = tuple(x.shape)
     box = whole_box(shape)
     holders = {box: tuple(range(members.size))} if math.prod(shape) else {}
