@@ -165,9 +165,9 @@ class StreamWriter:
         self.close()
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1  # first, since no number may be closed twice: it could be another file's
+        if file >= 0:
+            os.close(file)
 
 
 class PlacedWriter:
@@ -280,9 +280,9 @@ class ChunkReader:
         return damaged
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1  # first, since no number may be closed twice: it could be another file's
+        if file >= 0:
+            os.close(file)
         self._kept.clear()
 
 

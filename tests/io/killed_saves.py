@@ -2,7 +2,7 @@
 
     python killed_saves.py FOLDER KIND PLACES
 
-KIND: "outside" of bodies, "body", or "first": nothing was saved there before. PLACES: how many of them; 0: all.
+KIND: "outside" of bodies; "lockstep" or "threads": in a body; "first": nothing was saved there before. PLACES: how many of them; 0: all.
 Prints how many places there were, and how many saves had been committed when they were killed.
 """
 
@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +33,23 @@ def values(k: int) -> dict[str, np.ndarray]:
 
 def save(folder: Path, k: int, kind: str) -> None:
     """Save tree k."""
-    with spmd.Mesh(x=3, scheduler="lockstep"):
-        if kind == "body":
+    with spmd.Mesh(x=3, scheduler="threads" if kind == "threads" else "lockstep"):
+        if kind in ("lockstep", "threads"):
             spmd.map(lambda _: spmd.save(folder, {"arrays": values(k), "k": k}), P(), None)(np.zeros(1))
         else:
             spmd.save(folder, {"arrays": {n: spmd.put(x, P("x")) for n, x in values(k).items()}, "k": k})
+
+
+def save_soon(folder: Path, k: int) -> None:
+    """Save tree k as soon as the processes of a job that was ended are gone, and with them their lock."""
+    for _ in range(100):
+        try:
+            save(folder, k, "outside")
+            return
+        except CheckpointError as error:
+            assert "another process or thread is saving" in str(error), error
+            time.sleep(0.05)
+    save(folder, k, "outside")
 
 
 def loaded(folder: Path) -> int:
@@ -51,10 +64,18 @@ def loaded(folder: Path) -> int:
     return tree["k"]
 
 
+def left(folder: Path) -> set[str]:
+    """The files that are there, besides those of the checkpoint."""
+    text = (folder / "manifest.json").read_bytes()
+    named = {f.name for f in manifest.Manifest.from_bytes(text, folder).files} | {"manifest.json", "save.lock"}
+    there = set(os.listdir(folder))
+    assert named <= there
+    return there - named
+
+
 def check_files(folder: Path) -> None:
     """There are the files of one checkpoint, and no others."""
-    named = {f.name for f in manifest.Manifest.from_bytes((folder / "manifest.json").read_bytes(), folder).files}
-    assert set(os.listdir(folder)) == named | {"manifest.json", "save.lock"}
+    assert not left(folder)
 
 
 def in_child(act: Callable[[], object]) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from killed_saves import check_files, loaded, save
+from killed_saves import check_files, loaded, save_soon
 from launch import each_mpi, launch, run_python
 
 HERE = Path(__file__).parent
-PLACES = {"outside": 107, "body": 155, "first": 117}
+PLACES = {"outside": 107, "lockstep": 155, "first": 117}
 
 
 @pytest.mark.parametrize("kind", PLACES)
@@ -49,6 +49,6 @@ def test_processes_killed(python, victims, share, tmp_path):
     assert "not killed" not in ended.stdout, ended
     committed = (tmp_path / "committed").exists()
     assert loaded(folder) == (2 if committed else 1), ended
-    save(folder, 3, "outside")
+    save_soon(folder, 3)
     assert loaded(folder) == 3
     check_files(folder)
