@@ -123,7 +123,7 @@ def read_header(path: Path) -> tuple[list[Tensor], dict[str, str]]:
 
 
 def _tensors(table: dict[str, Any], start: int, size: int) -> tuple[list[Tensor], dict[str, str]]:
-    """The tensors of a header. start: of their bytes. size: of the file. Raises ValueError for those that do not fit."""
+    """The tensors of a header. start: of their bytes. size: of the file. Raises ValueError where they do not fit."""
     metadata = dict(table.pop("__metadata__", {}))
     tensors = []
     for name, entry in table.items():

@@ -163,7 +163,9 @@ class _Loading:
         spec_of: dict[int, Spec] = {}
         if specs is not None:
             spec_of = {
-                id(leaf.value): leaf.spec for leaf in spread(_WHERE, "tree", "specs", specs, wanted) if leaf.spec is not None
+                id(leaf.value): leaf.spec
+                for leaf in spread(_WHERE, "tree", "specs", specs, wanted)
+                if leaf.spec is not None
             }
         return map_leaves(wanted, lambda _, x: self._bare_or_put(x, spec_of) if isinstance(x, _Leaf) else x)
 

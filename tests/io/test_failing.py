@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from injected import Place, injected, places_of
-from killed_saves import check_files, left, loaded, save, save_soon
+from killed_saves import check_files, is_refused, left, loaded, save, save_soon
 from launch import each_mpi, launch, run_python
 
 import spmd
@@ -80,8 +80,9 @@ def _fails(folder: Path, k: int, kind: str, fault: str, number: int, hit: list[P
         with injected(act):
             save(folder, k, kind)
     except kinds as error:
-        assert fault == "interrupt" or str(FAULTS[fault]()) in str(error)
-        return True
+        if fault == "interrupt" or str(FAULTS[fault]()) in str(error):
+            return True
+        raise
     # Files that cannot be removed are left to the next save.
     assert hit[-1].call in ("unlink", "replace"), hit
     return False
@@ -115,7 +116,7 @@ def test_a_disk_that_is_full(tmp_path, scheduler):
     with full_disk(tmp_path / "disk"), spmd.Mesh(x=3, scheduler=scheduler):
         folder = tmp_path / "disk" / "checkpoint"
         spmd.save(folder, {"x": spmd.put(np.arange(3000.0), P("x"))})
-        with pytest.raises(CheckpointError, match="No space left on device(?s:.*)make room on the disk"):
+        with pytest.raises(CheckpointError, match=r"No space left on device(?s:.*)make room on the disk"):
             spmd.save(folder, {"x": spmd.put(np.arange(6000.0), P("x"))})
         check_files(folder)
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -189,8 +190,7 @@ def test_two_saves_at_once_of_threads(tmp_path):
                 spmd.save(folder, {"k": k, "x": np.full(1000, k)})
                 outcomes.append("saved")
             except CheckpointError as error:
-                assert "another process or thread is saving" in str(error), error
-                outcomes.append("refused")
+                outcomes.append("refused" if is_refused(error) else str(error))
 
     threads = [threading.Thread(target=loop, args=[100 * k]) for k in range(4)]
     for thread in threads:
@@ -198,7 +198,7 @@ def test_two_saves_at_once_of_threads(tmp_path):
     for thread in threads:
         thread.join()
     assert len(outcomes) == 100
-    assert "saved" in outcomes
+    assert {"saved"} <= {*outcomes} <= {"saved", "refused"}
     tree = spmd.load(folder)
     assert (tree["x"] == tree["k"]).all()
     spmd.save(folder, {"k": 0})

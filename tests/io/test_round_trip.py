@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import ExitStack
 
 import ml_dtypes
 import numpy as np
@@ -155,7 +154,10 @@ def test_the_chunks_that_are_read(sizes, tmp_path_factory, data):
     dtype = np.dtype(data.draw(st.sampled_from(["u1", "f4", "c16"])))
     x = entries(0, shape, dtype, True)
     with spmd.Mesh(**axes):
-        spmd.save(folder, {"before": np.arange(data.draw(st.integers(0, 40))), "x": spmd.put(x, data.draw(specs(len(shape), axes)))})
+        spmd.save(
+            folder,
+            {"before": np.arange(data.draw(st.integers(0, 40))), "x": spmd.put(x, data.draw(specs(len(shape), axes)))},
+        )
     box = []
     for n in shape:
         ends = sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2)))
