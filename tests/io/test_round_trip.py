@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import each_mpi, launch
 
 import spmd
 from spmd import P
@@ -247,3 +249,10 @@ def test_odd_names(name, tmp_path):
 def test_texts_that_are_no_unicode(tmp_path):
     spmd.save(tmp_path / "c", {"s": "\udc80 ü", "b": b"\xff"}, metadata={"m": "\udc80"})
     assert spmd.load(tmp_path / "c") == {"s": "\udc80 ü", "b": b"\xff"}
+
+
+@each_mpi
+def test_processes_and_virtual_workers_load_what_the_others_saved(python, tmp_path):
+    ended = launch(Path(__file__).parent / "round_trips.py", tmp_path, "60", n=2, python=python)
+    assert ended.returncode == 0, ended
+    assert ended.stdout.count("all is well") == 2, ended
