@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from injected import Place, injected, places_of
-from killed_saves import check_files, is_refused, left, loaded, save, save_soon
+from killed_saves import check_files, in_child, is_refused, left, loaded, save, save_soon
 from launch import each_mpi, launch, run_python
 
 import spmd
 from spmd import P
 from spmd.errors import CheckpointError
-from spmd.io import writing
+from spmd.io import files, writing
 
 HERE = Path(__file__).parent
 FAULTS = {
@@ -162,23 +162,39 @@ def test_paths_where_nothing_can_be(tmp_path):
 # Several at once
 
 
-def test_the_lock_is_freed_though_a_child_was_forked_meanwhile(tmp_path):
-    """A loader of data that forks while a save goes on has no part in the lock."""
-    children: list[int] = []
+@pytest.mark.parametrize("killed", [False, True])
+def test_the_lock_is_freed_though_a_child_was_forked_meanwhile(killed, tmp_path):
+    """A loader of data that forks while a save goes on has no part in the lock, also if the saver is killed."""
+    folder, note = tmp_path / "checkpoint", tmp_path / "child"
 
     def act(place: Place) -> None:
-        if not children:
-            children.append(os.fork())
-            if children[0] == 0:
+        if place.call == "write" and not note.exists():
+            child = os.fork()
+            if child == 0:
                 signal.pause()
+            note.write_text(str(child))
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def saver() -> None:
+        with injected(act):
+            spmd.save(folder, {"x": np.arange(3)})
 
     try:
-        with injected(act):
-            spmd.save(tmp_path / "checkpoint", {"x": np.arange(3)})
-        spmd.save(tmp_path / "checkpoint", {"x": np.arange(4)})
+        status = in_child(saver)
+        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if killed else 0)
+        spmd.save(folder, {"x": np.arange(4)})
     finally:
-        os.kill(children[0], signal.SIGKILL)
-        os.waitpid(children[0], 0)
+        os.kill(int(note.read_text()), signal.SIGKILL)
+
+
+def test_a_lock_is_freed_though_a_process_that_starts_has_its_file(tmp_path):
+    """As between the fork and the exec of a subprocess."""
+    lock = files.Lock(tmp_path / "lock")
+    copy = os.dup(lock._file.fileno())
+    lock.release()
+    files.Lock(tmp_path / "lock").release()
+    os.close(copy)
 
 
 def test_two_saves_at_once_of_threads(tmp_path):

@@ -146,13 +146,26 @@ def _there_and_back(sizes, folder, first, second, leaves, small, scheduler, like
 
 
 @given(data=st.data())
-@settings(max_examples=120)
+@settings(max_examples=200)
 def test_the_chunks_that_are_read(sizes, tmp_path_factory, data):
-    """They are those that hold an entry of the box, and no others: each entry's place is looked up."""
-    folder = tmp_path_factory.mktemp("c")
-    sizes(*data.draw(SIZES))
+    _only_chunks_of_a_box(sizes, tmp_path_factory.mktemp("c"), data)
+
+
+@pytest.mark.full
+@given(data=st.data())
+@settings(max_examples=5000)
+def test_the_chunks_that_are_read_of_many(sizes, tmp_path_factory, data):
+    _only_chunks_of_a_box(sizes, tmp_path_factory.mktemp("c"), data)
+
+
+def _only_chunks_of_a_box(sizes, folder, data):
+    """What is read are the chunks that hold an entry of the box, and no others: each entry's place is looked up."""
+    # Pieces of several chunks, of which rows have less than one, or several.
+    chunk, slab = data.draw(st.sampled_from([8, 24, 64, 200])), data.draw(st.sampled_from([16, 200, 4 << 20]))
+    shared, file = data.draw(st.sampled_from([(64, 300), (1 << 20, 2 << 30), (1 << 20, 2 << 30)]))
+    sizes(chunk, shared, slab, file)
     axes = axes_of(data.draw(MESHES))
-    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    shape = data.draw(st.lists(st.integers(3, 12), min_size=1, max_size=3))
     dtype = np.dtype(data.draw(st.sampled_from(["u1", "f4", "c16"])))
     x = entries(0, shape, dtype, True)
     with spmd.Mesh(**axes):
@@ -162,8 +175,8 @@ def test_the_chunks_that_are_read(sizes, tmp_path_factory, data):
         )
     box = []
     for n in shape:
-        ends = sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2)))
-        box.append(tuple(ends))
+        start = data.draw(st.integers(0, n - 1))
+        box.append((start, data.draw(st.integers(start + 1, n))))
     with reading.open_checkpoint(folder) as reader:
         entry = reader.manifest.arrays["x"]
         assert bits(reader.read(entry, tuple(box))) == bits(x[tuple(slice(*side) for side in box)])
