@@ -304,7 +304,7 @@ class Lock:
     def __init__(self, path: Path, where: str = "spmd.save"):
         self.path = path
         # A file object is closed, and with it the lock is freed, even if an interrupt comes before `release` is known.
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         _LOCKS.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

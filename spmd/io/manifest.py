@@ -100,7 +100,7 @@ class Manifest:
             "arrays": {name: _array_json(entry) for name, entry in self.arrays.items()},
             "files": [{"name": f.name, "bytes": f.nbytes, "xxh3_64": "".join(f.checksums or ())} for f in self.files],
         }
-        text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
         text = _START + b"0" * _DIGITS + b'", ' + text[1:]
         return _with_digest(text, hashlib.sha256(text).hexdigest())
 

@@ -78,6 +78,14 @@ def _check_keys(keys: Any, where: str, name: str) -> None:
                 need="strings and integers as keys of dictionaries",
                 mend="str(key)",
             )
+        if type(key) is str and any("\ud800" <= c <= "\udfff" for c in key):
+            raise CheckpointError.at(
+                where,
+                argument=f"tree, at {name or 'the root'}",
+                got=f"the key {key!r}, which is no text of Unicode",
+                need="keys that other tools can read, as UTF-8",
+                mend="key.encode(errors='surrogateescape').decode(errors='replace')",
+            )
 
 
 def _node(x: Any, items: list[list[Any]]) -> Any:

@@ -52,18 +52,29 @@ def plan_of(id: str, sources: Mapping[str, Source], members: int) -> WritePlan:
     """Every box once. What several members hold goes to those that have least to write."""
     loads = [0] * members
     pieces: list[list[PlannedPiece]] = [[] for _ in range(members)]
+    taken = {"__metadata__", *sources}
     for name, source in sources.items():
         itemsize = source.dtype.itemsize
         for box, holders in source.holders.items():
-            nbytes = volume(box) * itemsize
-            shares = max(1, min(len(holders), nbytes // SHARED_MIN))
-            for part in _divided(box, max(shares, -(-nbytes // FILE_BYTES))):
+            shares = max(1, min(len(holders), volume(box) * itemsize // SHARED_MIN))
+            for part in (small for share in _divided(box, shares) for small in _limited(share, itemsize)):
                 member = min(holders, key=lambda m: (loads[m], m))
                 nbytes = volume(part) * itemsize
-                tensor = name if part == tuple((0, n) for n in source.shape) else f"{name}{_shown(part)}"
-                pieces[member].append(PlannedPiece(name, tensor, part, nbytes))
+                pieces[member].append(PlannedPiece(name, _tensor_name(name, part, source.shape, taken), part, nbytes))
                 loads[member] += nbytes
     return WritePlan(id, [_in_files(id, member, mine) for member, mine in enumerate(pieces)])
+
+
+def _tensor_name(name: str, box: Box, shape: tuple[int, ...], taken: set[str]) -> str:
+    """The name of a piece in its file: that of the array if it is all of it. taken: other names, which it joins."""
+    is_whole = box == tuple((0, n) for n in shape)
+    if is_whole and name != "__metadata__":  # which has a meaning in such files
+        return name
+    tensor = f"{name}{_shown(box)}"
+    while tensor in taken:
+        tensor += "'"
+    taken.add(tensor)
+    return tensor
 
 
 def volume(box: Box) -> int:
@@ -82,6 +93,16 @@ def _divided(box: Box, parts: int) -> Iterator[Box]:
     for k in range(parts_here):
         lo, hi = block_bounds(lengths[dim], parts_here, k)
         yield from _divided((*box[:dim], (start + lo, start + hi), *box[dim + 1 :]), -(-parts // parts_here))
+
+
+def _limited(box: Box, itemsize: int) -> Iterator[Box]:
+    """A box in parts of at most FILE_BYTES."""
+    parts = -(-volume(box) * itemsize // FILE_BYTES)
+    if parts <= 1 or volume(box) == 1:
+        yield box
+        return
+    for part in _divided(box, parts):
+        yield from _limited(part, itemsize)
 
 
 def _shown(box: Box) -> str:

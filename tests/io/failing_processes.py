@@ -1,6 +1,6 @@
 """Saves of two processes that fail in one of them: both raise, the old checkpoint stays, the next save works.
 
-    mpiexec -n 2 python failing_processes.py FOLDER [leaves | loads]
+mpiexec -n 2 python failing_processes.py FOLDER [leaves | loads]
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def paths(base: Path) -> None:
     with spmd.Mesh(x=2):
         all_raise(lambda: spmd.load("mine", specs=P()), CheckpointError, "without manifest.json", "no such folder")
         all_raise(lambda: spmd.save(base / "checkpoint", {"k": WORLD.rank}), CheckpointError, "the leaf 'k'")
-        all_raise(lambda: spmd.save(base / "checkpoint", {}, metadata=WORLD.rank), CheckpointError, "the leaf 'metadata'")
+        all_raise(lambda: spmd.save(base / "checkpoint", {}, metadata=WORLD.rank), CheckpointError, "argument metadata")
 
 
 def leaves(folder: Path) -> None:

@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class _System:
-    """The module `os`, whose calls that change files say so to `act`. Nothing is flushed: processes end, not systems."""
+    """The module `os`, whose calls that change files say so to `act`. Nothing is flushed: only processes end."""
 
     def __init__(self, act: Callable[[Place], object]):
         self._act = act

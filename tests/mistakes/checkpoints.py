@@ -1,0 +1,323 @@
+"""Mistakes in saving and loading: leaves that cannot be saved, names, shapes and dtypes that do not fit, and paths."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import spmd
+from mistakes import EVEN, D, Row, run
+from spmd import P
+from spmd.errors import CheckpointError, CorruptCheckpointError, JitError, SpecError
+
+SAVE, LOAD = "spmd.save", "spmd.load"
+LEAF = "tree, the leaf 'x'"
+
+
+def save(tree: Any, **options: Any) -> Callable[[], None]:
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.save(f"{folder}/checkpoint", tree() if callable(tree) else tree, **options)
+
+    return call
+
+
+def load(*args: Any, tree: Any = None, **options: Any) -> Callable[[], Any]:
+    """Load a checkpoint of two arrays and a number."""
+
+    def call() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.save(folder, {"w": np.zeros((2, 3)), "z": np.ones(2) * 1j, "n": 3} if tree is None else tree)
+            return spmd.load(folder, *args, **options)
+
+    return call
+
+
+def file(name: str, text: bytes) -> Callable[[], Any]:
+    """Load from a file, or for a manifest from its folder."""
+
+    def call() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            path.write_bytes(text)
+            return spmd.load(folder if name == "manifest.json" else path)
+
+    return call
+
+
+def damaged() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        spmd.save(folder, {"w": np.zeros(3)})
+        (path,) = Path(folder).glob("data-*")
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+        return spmd.load(folder)
+
+
+def missing() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        spmd.save(folder, {"w": np.zeros(3)})
+        for path in Path(folder).glob("data-*"):
+            path.unlink()
+        return spmd.load(folder)
+
+
+def on_a_file(f: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    def call() -> Any:
+        with tempfile.NamedTemporaryFile() as taken:
+            return f(taken.name, *args)
+
+    return call
+
+
+def below_a_file() -> None:
+    with tempfile.NamedTemporaryFile() as taken:
+        spmd.save(f"{taken.name}/below", {})
+
+
+def jitted() -> Any:
+    return spmd.jit(spmd.map(lambda x: spmd.save("unused", {"x": x}), D, None))(EVEN)
+
+
+def differentiated() -> Any:
+    def loss(w):
+        spmd.save("unused", {"x": w})
+        return w.sum()
+
+    return spmd.map(spmd.grad(loss), P(), P())(EVEN)
+
+
+def like(**leaves: Any) -> Callable[[], Any]:
+    return load({"w": np.zeros((2, 3)), "z": np.zeros(2, complex), "n": 0} | leaves)
+
+
+A_FILE = b"\x80\x05\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x02os"
+
+SAVING = [
+    Row(name, call, error, head, got, need, mend)
+    for name, call, error, head, got, need, mend in (
+        ("a leaf of objects", save({"x": object()}), CheckpointError, LEAF, "object", "arrays, numbers, strings", ""),
+        (
+            "a leaf of dates",
+            save({"x": np.zeros(2, "M8[s]")}),
+            CheckpointError,
+            LEAF,
+            "datetime64[s]",
+            "",
+            "",
+        ),
+        (
+            "a leaf of long doubles",
+            save({"x": np.zeros(2, np.longdouble)}),
+            CheckpointError,
+            LEAF,
+            "dtype",
+            "numbers of at most 64 bits",
+            "x.astype(np.float64)",
+        ),
+        (
+            "keys that are tuples",
+            save({"a": {(1, 2): 3}}),
+            CheckpointError,
+            "tree, at a",
+            "the key tuple",
+            "strings and integers",
+            "str(key)",
+        ),
+        (
+            "keys that are no Unicode",
+            save({"\udc80": 3}),
+            CheckpointError,
+            "tree, at the root",
+            "the key '\\udc80'",
+            "as UTF-8",
+            "errors='replace'",
+        ),
+        (
+            "names that are the same",
+            save({"a.b": 1, "a": {"b": 2}}),
+            CheckpointError,
+            "argument tree",
+            "two leaves with the name 'a.b'",
+            "a name of its own",
+            "rename one",
+        ),
+        (
+            "metadata that JSON cannot hold",
+            save({}, metadata={"x": {1}}),
+            CheckpointError,
+            "argument metadata",
+            "set is not JSON serializable",
+            "what JSON can hold",
+            "str(x)",
+        ),
+        (
+            "a file for a folder",
+            on_a_file(spmd.save, {}),
+            CheckpointError,
+            "argument path",
+            "the file ",
+            "a folder, or a new name",
+            "rename one",
+        ),
+        (
+            "a folder below a file",
+            below_a_file,
+            CheckpointError,
+            "argument path",
+            "Not a directory",
+            "a folder that may be written",
+            "see the permissions",
+        ),
+        (
+            "a block of a worker",
+            lambda: run(lambda x: spmd.save("unused", {"x": x}), EVEN, out=None),
+            CheckpointError,
+            LEAF,
+            "Varying",
+            "equal on all workers",
+            "return it from the map",
+        ),
+        ("a value that is differentiated", differentiated, CheckpointError, LEAF, "is differentiated", "", "stop_grad"),
+        ("a save within spmd.jit", jitted, JitError, SAVE, "within spmd.jit", "each time", "outside of the function"),
+    )
+]
+
+LOADING = [
+    Row(name, call, error, head, got, need, mend)
+    for name, call, error, head, got, need, mend in (
+        (
+            "no such folder",
+            lambda: spmd.load("/nowhere/at/all"),
+            CheckpointError,
+            "the checkpoint /nowhere/at/all",
+            "no such folder",
+            "a folder that spmd.save wrote",
+            "see the spelling",
+        ),
+        (
+            "a folder without a checkpoint",
+            lambda: spmd.load(tempfile.gettempdir()),
+            CheckpointError,
+            "the checkpoint ",
+            "without manifest.json",
+            "a folder that spmd.save wrote",
+            "a save that was broken off",
+        ),
+        (
+            "a pickle",
+            file("x.pt", A_FILE),
+            CorruptCheckpointError,
+            "x.pt",
+            "without the header of a safetensors file",
+            "a safetensors file",
+            "files of pickle, .npy or .pt are not read",
+        ),
+        (
+            "a pickle for an index",
+            file("model.safetensors.index.json", A_FILE),
+            CheckpointError,
+            "index.json",
+            "no index of safetensors files",
+            '"weight_map"',
+            "pass the folder",
+        ),
+        (
+            "names that lead away",
+            file("x.safetensors.index.json", b'{"weight_map": {"w": "../w.safetensors"}}'),
+            CheckpointError,
+            "index.json",
+            "the file '../w.safetensors' for the tensor 'w'",
+            "the folder that the index lies in",
+            "move the files",
+        ),
+        (
+            "a damaged manifest",
+            file("manifest.json", A_FILE),
+            CorruptCheckpointError,
+            "manifest.json",
+            "another SHA-256",
+            "a manifest as it was written",
+            "load another",
+        ),
+        ("a damaged leaf", damaged, CorruptCheckpointError, "the leaf 'w', ", "another checksum", "", "--verify"),
+        (
+            "a file that is gone",
+            missing,
+            CorruptCheckpointError,
+            "the leaf 'w'",
+            "No such file",
+            "all files",
+            "another",
+        ),
+        (
+            "a leaf that is missing",
+            load({"w": np.zeros((2, 3)), "y": np.zeros(2)}),
+            CheckpointError,
+            "argument like",
+            "missing in the checkpoint: 'y'; unexpected there: 'z', 'n'",
+            "the leaves that were saved",
+            "strict=False",
+        ),
+        (
+            "another shape",
+            like(w=np.zeros((3, 2))),
+            CheckpointError,
+            "'w'",
+            "[3, 2] for a leaf of shape [2, 3]",
+            "",
+            "",
+        ),
+        (
+            "another dtype",
+            like(w=np.zeros((2, 3), "f4")),
+            CheckpointError,
+            "'w'",
+            "float32 for a leaf of float64",
+            "",
+            "convert=True",
+        ),
+        ("a number for an array", like(w=3.0), CheckpointError, "'w'", "float 3.0, for an array", "", "np.asarray"),
+        (
+            "an array for a number",
+            like(n=np.zeros(1)),
+            CheckpointError,
+            "'n'",
+            "for 3 in the checkpoint",
+            "",
+            "None or 0",
+        ),
+        (
+            "complex numbers as real ones",
+            load({"z": np.zeros(2)}, strict=False, convert=True),
+            CheckpointError,
+            "'z'",
+            "float64 for complex entries",
+            "a complex dtype",
+            "x.real",
+        ),
+        (
+            "a pattern that fits nothing",
+            load(names="params.*"),
+            CheckpointError,
+            "argument names",
+            "'params.*', which fits none of 'w', 'z', 'n'",
+            "patterns of names",
+            "spmd.io.inspect",
+        ),
+        (
+            "a spec that is none",
+            lambda: spmd.ShapeDtypeStruct((2,), np.float32, "x"),
+            SpecError,
+            "spmd.ShapeDtypeStruct: argument spec",
+            "str 'x'",
+            "a P, a Layout or None",
+            'P("x")',
+        ),
+    )
+]
+
+ROWS = [*SAVING, *LOADING]
