@@ -28,6 +28,7 @@ SECTIONS = {
     "growth": ("benchmarks.growth", "GROWTH"),
     "updates": ("benchmarks.updates", "UPDATES"),
     "bridge": ("benchmarks.bridge", "BRIDGE"),
+    "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
 }
 

@@ -60,6 +60,7 @@ __all__ = [
     "in_two_threads",
     "jitted",
     "main",
+    "own_folder",
     "repeated",
     "room",
 ]
@@ -276,7 +277,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
     first process of a contestant answers."""
     first = int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0
     line = socket.socket(socket.AF_UNIX)
-    line.connect(os.environ["BENCHMARK_ORDERS"])
+    line.connect(os.environ[_ORDERS])
     talk = line.makefile("rw")
     sys.stdout = sys.stderr
 
@@ -317,6 +318,15 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             gc.collect()
             _release()
             answer(case.kept + _peak(case))
+
+
+_ORDERS = "BENCHMARK_ORDERS"
+"""The variable that names the socket on which a job is told what to do."""
+
+
+def own_folder() -> Path:
+    """Where the processes of this job may make a folder. It goes when the contest ends."""
+    return Path(os.environ[_ORDERS]).with_suffix(".files")
 
 
 def _fingerprint(x: np.ndarray) -> Fingerprint:
@@ -419,7 +429,7 @@ class Job:
         }[who.launcher]()
         env = {
             **{name: value for name, value in os.environ.items() if name not in HINDERING},
-            "BENCHMARK_ORDERS": str(place),
+            _ORDERS: str(place),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             **who.env,
