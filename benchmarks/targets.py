@@ -18,6 +18,7 @@ from typing import Literal
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
 from benchmarks.loops import BLOCK
+from benchmarks.saving import READS, WRITES
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
 
@@ -101,7 +102,10 @@ def _of_loops() -> Iterator[Target]:
         yield Target("loops", f"shallow water, {side}x{side}, 200 steps", ("numpy, by hand",), 1 / most)
     yield Target("loops", "shallow water, 1024x1024, 200 steps", (JAX,), 1 / 1.2)
     yield Target("loops", "shallow water, 64x64, 200 steps, first call", (JAX,), 2)
-    yield Target("loops", BLOCK, ("spmd, update outside",), 1 / 0.6)
+    for work in (*WRITES, *READS):
+        yield Target("saving", work, ("torch DCP", "torch DCP, a file each"), 1)
+        yield Target("saving", work, ("cp",), 0.5)
+    yield Target("loops", BLOCK, (), 0.6 * 35e-3, "seconds")  # of what a step took before it was recorded as a whole
     for workers, most in {2: 2, 4: 3, 8: 5}.items():
         for way in "", ", fori_loop":
             case = f"stencil, 64x64, 20 steps{way}"
