@@ -11,6 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ def dtype_of(name: str) -> np.dtype | None:
         return None
 
 
+@lru_cache(maxsize=256)
 def stored_as(dtype: np.dtype) -> Stored | None:
     """How a dtype is stored; None if it cannot be. Complex numbers are stored as pairs, bfloat16 and float8 as the
     unsigned integers of their bits, which every reader knows."""
