@@ -192,7 +192,7 @@ def describe(x: object) -> str:
     if description is not None:
         return description()
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if shape is not None and dtype is not None:
+    if shape is not None and dtype is not None and not isinstance(x, type):
         return f"{type(x).__name__} {dtype}{list(shape)}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff.dtypes import dtype_name
 from spmd.errors import CheckpointError, describe, nearest
+from spmd.io.container import stored_as
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members, members_of
 from spmd.io.reading import open_checkpoint
@@ -78,12 +79,14 @@ def load(
     meshes: list[Mesh] = []
     structs: list[Any] = []
     map_leaves(like, lambda _, x: _note_meshes(x, meshes, structs))
+    _check_options(like, specs, mesh, rename)
+    patterns = _patterns(names)
     if specs is not None or structs:
         mesh = mesh_for(mesh, _WHERE)
         meshes.append(mesh)
     members = members_of(_WHERE, meshes, alone=not meshes)
     for _ in range(_ATTEMPTS):
-        loading = _Loading(Path(os.path.abspath(os.fspath(path))), members, mesh, names, rename, strict, convert)
+        loading = _Loading(Path(os.path.abspath(os.fspath(path))), members, mesh, patterns, rename, strict, convert)
         if loading.run(like, specs):
             return loading.result
     raise CheckpointError.at(
@@ -105,6 +108,40 @@ def _note_meshes(x: Any, meshes: list[Mesh], structs: list[Any]) -> None:
         structs.append(x)
 
 
+def _check_options(like: Any, specs: Any, mesh: Any, rename: Any) -> None:
+    """Raise for options that would have no effect."""
+    if mesh is not None:
+        mesh_for(mesh, _WHERE)
+    if like is not None and specs is not None:
+        raise CheckpointError.at(
+            _WHERE,
+            argument="specs",
+            got="specs beside like",
+            need="one of the two",
+            mend="spmd.ShapeDtypeStruct(shape, dtype, spec) in like gives the layout of a leaf",
+        )
+    if rename is not None and (like is None or not callable(rename)):
+        raise CheckpointError.at(
+            _WHERE,
+            argument="rename",
+            got=describe(rename) if like is not None else "a function, and no like",
+            need="a function of the names of like",
+            mend="rename=lambda name: table.get(name, name)",
+        )
+
+
+def _patterns(names: Any) -> tuple[str, ...] | None:
+    """The patterns of names as a tuple; None: all names."""
+    if names is None or isinstance(names, str):
+        return names if names is None else (names,)
+    patterns = tuple(names) if isinstance(names, Iterable) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise CheckpointError.at(
+            _WHERE, argument="names", got=describe(names), need="a pattern or several", mend='names=["params.*"]'
+        )
+    return patterns
+
+
 class _Loading:
     """One call of `load`."""
 
@@ -113,7 +150,7 @@ class _Loading:
         path: Path,
         members: Members,
         mesh: Mesh | None,
-        names: str | Sequence[str] | None,
+        patterns: tuple[str, ...] | None,
         rename: Rename | None,
         strict: bool,
         convert: bool,
@@ -121,8 +158,8 @@ class _Loading:
         self.path = path
         self.members = members
         self.mesh = mesh
-        self.patterns = [names] if isinstance(names, str) else names
-        self.rename = rename or (lambda name: name)
+        self.patterns = patterns
+        self._rename = rename
         self.strict = strict
         self.convert = convert
         self.changes: list[Callable[[], None]] = []
@@ -141,8 +178,10 @@ class _Loading:
     def _open(self) -> str:
         self.reader = open_checkpoint(self.path)
         manifest = self.reader.manifest
-        self.nodes = {name: node for name, node, _ in json_nodes(manifest.tree)}
-        self.leaves = [name for name, _, is_leaf in json_nodes(manifest.tree) if is_leaf]
+        nodes = list(json_nodes(manifest.tree))
+        self.leaves = {name: node for name, node, is_leaf in nodes if is_leaf}
+        # A leaf and a node with children may have the same name, if keys have dots.
+        self.nodes = self.leaves | {name: node for name, node, is_leaf in nodes if not is_leaf}
         return manifest.id
 
     def _read(self, like: Any, specs: Any) -> bool:
@@ -154,17 +193,33 @@ class _Loading:
             raise
         return True
 
-    def _is_selected(self, name: str) -> bool:
-        return self.patterns is None or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+    def rename(self, name: str) -> str:
+        """The name in the checkpoint of a leaf or an object of `like`."""
+        if self._rename is None:
+            return name
+        renamed = self._rename(name)
+        if not isinstance(renamed, str):
+            raise CheckpointError.at(
+                _WHERE,
+                argument="rename",
+                got=f"{describe(renamed)} for {name!r}",
+                need="the name in the checkpoint",
+                mend="rename=lambda name: table.get(name, name)",
+            )
+        return renamed
+
+    def is_selected(self, name: str) -> bool:
+        """Whether the caller wants what has this name in the checkpoint."""
+        return self.patterns is None or any(_fits(name, pattern) for pattern in self.patterns)
 
     # Without `like`
 
     def _whole_tree(self, specs: Any) -> Any:
         node = self.reader.manifest.tree
         if self.patterns is not None:
-            chosen = [name for name in self.leaves if self._is_selected(name)]
+            chosen = [name for name in self.leaves if self.is_selected(name)]
             self._check_patterns(chosen)
-            node = {"dict": [[name, self.nodes[name]] for name in chosen]}
+            node = {"dict": [[name, self.leaves[name]] for name in chosen]}
         wanted = decoded(node, lambda leaf: _Leaf(self.reader.manifest.arrays[leaf["array"]], leaf.get("kind", "")))
         spec_of: dict[int, Spec] = {}
         if specs is not None:
@@ -181,7 +236,7 @@ class _Loading:
 
     def _check_patterns(self, chosen: list[str]) -> None:
         for pattern in self.patterns or ():
-            if not any(fnmatchcase(name, pattern) for name in chosen):
+            if not any(_fits(name, pattern) for name in chosen):
                 raise CheckpointError.at(
                     _WHERE,
                     argument="names",
@@ -219,13 +274,13 @@ class _Loading:
             if not part.wanted and not part.is_there:
                 part.wanted = [name]
             wanted.extend(part.wanted)
-        self._check_names([name for name in wanted if self._is_selected(self.rename(name))])
+        self._check_names([name for name in wanted if self.is_selected(self.rename(name))])
 
         def make(name: str, x: Any) -> Any:
             if name not in objects:
                 return self.leaf(name, x) if self.loads(name) else x
             x, handler, part = objects[name]
-            if any(map(self.loads, part.wanted)) or (not part.wanted and self._is_selected(self.rename(name))):
+            if any(map(self.loads, part.wanted)) or (not part.wanted and self.is_selected(self.rename(name))):
                 self.changes.append(handler.load(x, part, others))
             return x
 
@@ -233,16 +288,16 @@ class _Loading:
 
     def loads(self, name: str) -> bool:
         """Whether a leaf of `like` is loaded: it is wanted, and the checkpoint has it."""
-        return self._is_selected(self.rename(name)) and self.rename(name) in self.nodes
+        return self.rename(name) in self.leaves and self.is_selected(self.rename(name))
 
     def _check_names(self, wanted: list[str]) -> None:
         if not self.strict:
             return
         renamed = {self.rename(name) for name in wanted}
-        known = set(self.leaves)
-        missing = [name for name in wanted if self.rename(name) not in known]
-        unexpected = [name for name in self.leaves if name not in renamed and self._is_selected(name)]
+        missing = [name for name in wanted if self.rename(name) not in self.leaves]
+        unexpected = [name for name in self.leaves if name not in renamed and self.is_selected(name)]
         if not missing and not unexpected:
+            self._check_patterns([*renamed])
             return
         got = []
         if missing:
@@ -261,7 +316,7 @@ class _Loading:
 
     def leaf(self, name: str, like: Any) -> Any:
         """The leaf of a name as `like`."""
-        node = self.nodes[self.rename(name)]
+        node = self.leaves[self.rename(name)]
         is_array = isinstance(node, dict) and "array" in node
         if is_constant(like) or not is_array:
             if is_array or not is_constant(like):
@@ -277,13 +332,13 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        shape = getattr(like, "shape", None)
-        if shape is None or tuple(shape) != entry.shape:
+        is_array = not isinstance(like, type) and hasattr(like, "shape") and hasattr(like, "dtype")
+        if not is_array or tuple(like.shape) != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
                 got=f"{describe(like)} for a leaf of shape {list(entry.shape)}",
-                need="the shape that was saved",
+                need="the shape that was saved" if is_array else "an array, or a spmd.ShapeDtypeStruct",
                 mend="a P or a balanced layout fits any shape; names= leaves this leaf out",
             )
         for kind in type(like).__mro__:
@@ -307,6 +362,16 @@ class _Loading:
         return self.reader.read(entry, box, self._dtype(name, entry, dtype))
 
     def _dtype(self, name: str, entry: ArrayEntry, dtype: np.dtype) -> np.dtype:
+        """The dtype in which an array is loaded, in the byte order of this machine."""
+        dtype = dtype.newbyteorder("=")
+        if stored_as(dtype) is None and dtype.kind not in "fc":
+            raise CheckpointError.at(
+                _WHERE,
+                argument=f"like, the leaf {name!r}",
+                got=f"dtype {dtype_name(dtype)} for a leaf of {dtype_name(entry.dtype)}",
+                need="a dtype of numbers",
+                mend="convert what was loaded, by x.astype(dtype)",
+            )
         if dtype != entry.dtype and not self.convert:
             raise CheckpointError.at(
                 _WHERE,
@@ -324,6 +389,10 @@ class _Loading:
                 mend="load it as complex, and take x.real",
             )
         return dtype
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # names may have brackets
 
 
 class _Leaf:
@@ -359,6 +428,10 @@ class _Part:
 
     def has(self, name: str) -> bool:
         return self.loading.loads(self.full_name(name))
+
+    def has_tree(self, name: str) -> bool:
+        saved = self.loading.rename(self.full_name(name))
+        return saved in self.loading.nodes and self.loading.is_selected(saved)
 
     def tree(self, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
         reader = self.loading.reader

@@ -65,9 +65,10 @@ class Members:
             result = self._done(step)
         except BaseException as error:
             try:
-                undo()
-            finally:
                 with suppress(Exception):  # the first error is the one to raise
+                    undo()
+            finally:
+                with suppress(Exception):
                     self.share({"error": type(error).__name__, "text": str(error)})
             raise
         try:

@@ -34,6 +34,10 @@ class SavedPart(Protocol):
         """Whether a leaf is to be loaded: it was saved, and the caller wants it."""
         ...
 
+    def has_tree(self, name: str) -> bool:
+        """Whether a leaf or a tree is to be loaded."""
+        ...
+
     def tree(self, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
         """The tree that was saved. array(entry, kind): what to make of an array, by default the whole of it. kind: of
         its `Source`."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import spmd
 from spmd import P
+from spmd.errors import CheckpointError
 
 
 def test_a_tree_comes_back_on_another_mesh(tmp_path):
@@ -32,3 +34,61 @@ def test_no_leaf_is_printed(tmp_path, monkeypatch):
         tree = {"x": spmd.ones(3, spec=P("x"))}
         spmd.save(tmp_path, tree)
         spmd.load(tmp_path, like=tree)
+
+
+TREE = {"a": {"b": np.arange(3.0), "c": 1}, "z": np.ones((4, 4)), "s": "x"}
+
+
+@pytest.mark.parametrize("like", [7, None, np.ones(2)])
+def test_a_leaf_that_is_a_node_in_the_checkpoint_is_missing(tmp_path, like):
+    spmd.save(tmp_path, TREE)
+    assert spmd.load(tmp_path, {"a": like}, strict=False)["a"] is like
+    with pytest.raises(CheckpointError, match="missing in the checkpoint: 'a'"):
+        spmd.load(tmp_path, {"a": like})
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"b": {"c": 2}}}, {"a": {"b": {"c": 2}}, "a.b": 1}])
+def test_a_leaf_and_a_node_of_one_name(tmp_path, tree):
+    spmd.save(tmp_path, tree)
+    assert spmd.load(tmp_path) == tree
+    assert spmd.load(tmp_path, like={"a.b": 0, "a": {"b": {"c": 0}}}) == tree
+    assert spmd.load(tmp_path, names="a*") == {"a.b": 1, "a.b.c": 2}
+
+
+def test_names_with_brackets_and_iterators_of_names(tmp_path):
+    spmd.save(tmp_path, {"w[0]": 1, "w0": 2, "z": 3})
+    assert spmd.load(tmp_path, names="w[0]") == {"w[0]": 1, "w0": 2}
+    assert spmd.load(tmp_path, names=(name for name in ("z", "w0"))) == {"w0": 2, "z": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"names": 3}, "names"),
+        ({"names": [3]}, "names"),
+        ({"names": "nothing", "like": TREE}, "names"),
+        ({"rename": str}, "rename"),
+        ({"rename": {}, "like": TREE}, "rename"),
+        ({"rename": {}.get, "like": TREE}, "rename"),
+        ({"specs": P(), "like": TREE}, "specs"),
+        *(
+            ({"names": "z", "convert": True, "like": {"z": like}}, "like, the leaf 'z'")
+            for like in (np.ones((4, 4), str), np.ones((4, 4), object), np.zeros((4, 4), "M8[s]"), np.ndarray, b"")
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_or_harm(tmp_path, options, argument):
+    spmd.save(tmp_path, TREE)
+    with pytest.raises(CheckpointError, match=f"argument {argument}"):
+        spmd.load(tmp_path, **options)
+    with pytest.raises(spmd.errors.MeshError, match="argument mesh"):
+        spmd.load(tmp_path, mesh="x")
+
+
+def test_another_byte_order(tmp_path):
+    """It is no other dtype: values are saved, and loaded in the order of the machine."""
+    x = np.arange(3.0).astype(">f8")
+    spmd.save(tmp_path, x)
+    loaded = spmd.load(tmp_path, like=x)
+    assert loaded.dtype == np.float64
+    np.testing.assert_array_equal(loaded, x)

@@ -224,7 +224,7 @@ class _Module:
             loaded._metadata = own._metadata  # type: ignore[attr-defined]
         for key, value in own.items():
             if not isinstance(value, torch.Tensor) or is_lazy(value):
-                if part.has(key):
+                if part.has_tree(key):
                     loaded[key] = part.value(key)
             elif part.has(key):
                 loaded[key] = part.read(key, value)
