@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import spmd
@@ -24,6 +25,35 @@ def save(tree: Any, **options: Any) -> Callable[[], None]:
             spmd.save(f"{folder}/checkpoint", tree() if callable(tree) else tree, **options)
 
     return call
+
+
+def write(form: str, tree: Any, **options: Any) -> Callable[[], None]:
+    """Write Zarr or HDF5."""
+
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            getattr(spmd.io, f"write_{form}")(f"{folder}/fields", tree, **options)
+
+    return call
+
+
+def write_over(form: str, **options: Any) -> Callable[[], None]:
+    """Write to a folder that something else wrote."""
+
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "notes.txt").write_text("")
+            getattr(spmd.io, f"write_{form}")(folder, EVEN, **options)
+
+    return call
+
+
+def uneven_in_a_body() -> None:
+    def body(x):
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.io.write_zarr(f"{folder}/fields", {"x": x})
+
+    run(body, EVEN, out=None)
 
 
 def load(*args: Any, tree: Any = None, **options: Any) -> Callable[[], Any]:
@@ -320,4 +350,99 @@ LOADING = [
     )
 ]
 
-ROWS = [*SAVING, *LOADING]
+ZARR, HDF5 = "spmd.io.write_zarr", "spmd.io.write_hdf5"
+
+FIELDS = [
+    Row(name, call, CheckpointError, head, got, need, mend)
+    for name, call, head, got, need, mend in (
+        (
+            "a number in a group",
+            write("zarr", {"g": {"n": 3}}),
+            f"{ZARR}: argument tree, at g.n",
+            "int 3",
+            "arrays",
+            "np",
+        ),
+        ("a list of arrays", write("hdf5", {"a": [EVEN]}), f"{HDF5}: argument tree, at a", "list", "arrays", "a dict"),
+        (
+            "a path as a key",
+            write("hdf5", {"a/b": EVEN}),
+            "argument tree",
+            "'a/b'",
+            "names that HDF5",
+            "rename the key",
+        ),
+        ("a reserved key", write("zarr", {"__x": EVEN}), "argument tree", "'__x'", "names that Zarr", "rename the key"),
+        ("an integer key", write("zarr", {0: EVEN}), "argument tree", "the key 0", "names that Zarr", "rename the key"),
+        (
+            "a dtype without a type",
+            write("hdf5", {"x": EVEN.astype(ml_dtypes.bfloat16)}),
+            f"{HDF5}: argument {LEAF}",
+            "dtype bfloat16",
+            "HDF5 has a type for",
+            "x.astype(np.float32)",
+        ),
+        (
+            "chunks of too few dimensions",
+            write("zarr", EVEN, chunks=(2,)),
+            "argument chunks",
+            "(2,) for shape [4, 2]",
+            "each of the 2 dimensions",
+            "chunks=None",
+        ),
+        ("a chunk of no length", write("zarr", EVEN, chunks=(2, 0)), "argument chunks", "(2, 0)", "1 or more", "None"),
+        (
+            "chunks that are a number",
+            write("hdf5", {"x": EVEN}, chunks={"x": 4}),
+            "argument chunks['x']",
+            "int 4",
+            "each of the 2 dimensions",
+            "chunks=None",
+        ),
+        (
+            "chunks of no array",
+            write("zarr", {"x": EVEN}, chunks={"y": (2, 2)}),
+            "argument chunks",
+            "chunks for y",
+            "names of arrays",
+            "a dictionary",
+        ),
+        (
+            "one chunk shape for a dictionary",
+            write("zarr", {"x": EVEN}, chunks=(2, 2)),
+            "argument chunks",
+            "chunks for a dictionary",
+            "names of arrays",
+            "a dictionary for a dictionary",
+        ),
+        (
+            "attributes that are arrays",
+            write("zarr", EVEN, attributes={"t": np.ones(2)}),
+            "argument attributes",
+            "ndarray",
+            "what JSON can hold",
+            "x.tolist()",
+        ),
+        (
+            "attributes of attributes",
+            write("hdf5", EVEN, attributes={"t": {"a": 1}}),
+            "argument attributes",
+            "by the name 't'",
+            "lists of one of them",
+            "json.dumps",
+        ),
+        ("a place that is taken", write_over("zarr"), "argument path", "which exists", "a new name", "overwrite=True"),
+        (
+            "what another tool wrote",
+            write_over("hdf5", overwrite=True),
+            "argument path",
+            "which is no HDF5",
+            "to replace",
+            "another name",
+        ),
+        ("overwrite as text", write("zarr", EVEN, overwrite="yes"), "argument overwrite", "'yes'", "True or False", ""),
+        ("a block in a body", uneven_in_a_body, LEAF, "Varying", "equal on all workers", "return it from the map"),
+    )
+]
+
+ROWS = [*SAVING, *LOADING, *FIELDS]
