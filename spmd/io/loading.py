@@ -332,8 +332,9 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        is_array = not isinstance(like, type) and hasattr(like, "shape") and hasattr(like, "dtype")
-        if not is_array or tuple(like.shape) != entry.shape:
+        shape: Any = None if isinstance(like, type) else getattr(like, "shape", None)
+        is_array = shape is not None and hasattr(like, "dtype")
+        if not is_array or tuple(shape) != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
