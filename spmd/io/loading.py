@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,8 @@ class _Loading:
         self.convert = convert
         self.changes: list[Callable[[], None]] = []
         """What gives objects the states that were read. It runs when all members have read theirs."""
+        self.layouts: dict[str, Layout] = {}
+        """Of the global arrays that were made."""
 
     def run(self, like: Any, specs: Any) -> bool:
         """Whether all members have read the same checkpoint. If not, it was replaced meanwhile."""
@@ -171,9 +174,27 @@ class _Loading:
         with self.reader:
             if len(set(ids)) > 1 or not all(self.members.together(lambda: self._read(like, specs))):
                 return False
+            self._check_layouts(self.members.share(_digest(self.layouts)))
             for change in self.changes:
                 change()
             return True
+
+    def _check_layouts(self, digests: list[str]) -> None:
+        """Raise if members have not made the same global arrays, in the same layouts."""
+        other = next((m for m, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return
+        shown = self.members.share({name: repr(layout) for name, layout in self.layouts.items()})
+        one, two = shown[0], shown[other]
+        name = next(name for name in [*one, *two] if one.get(name) != two.get(name))
+        here, there = (layouts.get(name, "no global array") for layouts in (one, two))
+        raise CheckpointError.at(
+            _WHERE,
+            argument="like or specs",
+            got=f"for {name!r} {here} on {self.members.describe(0)} and {there} on {self.members.describe(other)}",
+            need="the same layout on all",
+            mend="give the same like and the same specs everywhere",
+        )
 
     def _open(self) -> str:
         self.reader = open_checkpoint(self.path)
@@ -252,6 +273,7 @@ class _Loading:
         def block(index: tuple[slice, ...]) -> np.ndarray:
             return freeze(self.reader.read(entry, tuple((s.start, s.stop) for s in index), dtype))
 
+        self.layouts[entry.name] = layout
         return made(_WHERE, entry.name, layout, mesh, block, "")
 
     # With `like`
@@ -389,6 +411,11 @@ class _Loading:
                 mend="load it as complex, and take x.real",
             )
         return dtype
+
+
+def _digest(layouts: Mapping[str, Layout]) -> str:
+    texts = {layout: repr(layout) for layout in layouts.values()}
+    return hashlib.sha256(repr(sorted((name, texts[x]) for name, x in layouts.items())).encode()).hexdigest()
 
 
 def _fits(name: str, pattern: str) -> bool:

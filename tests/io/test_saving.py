@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from enum import IntEnum
+from fractions import Fraction
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -92,3 +97,86 @@ def test_another_byte_order(tmp_path):
     loaded = spmd.load(tmp_path, like=x)
     assert loaded.dtype == np.float64
     np.testing.assert_array_equal(loaded, x)
+
+
+class _Level(IntEnum):
+    LOW = 1
+
+
+class _Name(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "mend"),
+    [
+        (range(3), r"list\(x\)"),
+        (bytearray(b"x"), r"bytes\(x\)"),
+        (memoryview(b"x"), r"bytes\(x\)"),
+        (_Level.LOW, r"int\(x\)"),
+        (_Name("a"), r"str\(x\)"),
+        (np.str_("a"), r"str\(x\)"),
+        (Fraction(1, 2), r"float\(x\)"),
+        ({1, 2}, r"list\(x\)"),
+        (Path("x"), r"str\(x\)"),
+        pytest.param(10**5000, "to_bytes", id="huge"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(tmp_path, leaf, mend):
+    with pytest.raises(CheckpointError, match=f"(?s)the leaf 'x'.*mend:.*{mend}"):
+        spmd.save(tmp_path, {"x": leaf})
+
+
+def test_a_manifest_of_another_program_is_not_replaced(tmp_path):
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text('{"name": "app"}')
+    with pytest.raises(CheckpointError, match="another program"):
+        spmd.save(tmp_path, {"x": 1})
+    assert manifest.read_text() == '{"name": "app"}'
+    manifest.write_text("")  # of a system that crashed
+    spmd.save(tmp_path, {"x": 1})
+    assert spmd.load(tmp_path) == {"x": 1}
+
+
+def test_places_that_are_no_folder(tmp_path):
+    (tmp_path / "manifest.json").mkdir()
+    for path in (tmp_path, ""):
+        with pytest.raises(CheckpointError, match="argument path"):
+            spmd.save(path, {"x": 1})
+
+
+def _in_bodies(f, processes=2):
+    """f(worker) on each worker, and the errors."""
+    errors = []
+
+    def body(x):
+        try:
+            f(spmd.worker_index("x"))
+        except CheckpointError as error:
+            errors.append(str(error))
+        return x
+
+    with spmd.Mesh(x=processes):
+        spmd.map(body, P("x"), P("x"))(spmd.ones(processes, spec=P("x")))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("trees", "got"),
+    [
+        (({"a": 1, "b": 2}, {"b": 2, "a": 1}), "a dict of 'a', 'b' on .* and a dict of 'b', 'a' on"),
+        (({"a": [1]}, {"a": (1,)}), "a list of 0 on .* and a tuple of 0 on"),
+        (({"a": {}}, {"a": []}), "a dict of nothing on .* and a list of nothing on"),
+        (({"a": 1}, {"a": 2}), "the leaf 'a'"),
+    ],
+)
+def test_what_differs_between_workers_is_named(tmp_path, trees, got):
+    errors = _in_bodies(lambda worker: spmd.save(tmp_path, trees[worker]))
+    assert len(errors) == 2
+    assert all(re.search(got, error) for error in errors), errors
+
+
+def test_other_folders_on_workers(tmp_path):
+    errors = _in_bodies(lambda worker: spmd.save(tmp_path / f"{worker}", {"a": 1}))
+    assert len(errors) == 2
+    assert all(re.search("/1, and .*/0 on", error) for error in errors), errors
