@@ -354,13 +354,13 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        is_array = not isinstance(like, type) and hasattr(like, "shape") and hasattr(like, "dtype")
-        if not is_array or tuple(like.shape) != entry.shape:
+        shape = None if isinstance(like, type) or not hasattr(like, "dtype") else getattr(like, "shape", None)
+        if shape is None or tuple(shape) != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
                 got=f"{describe(like)} for a leaf of shape {list(entry.shape)}",
-                need="the shape that was saved" if is_array else "an array, or a spmd.ShapeDtypeStruct",
+                need="the shape that was saved" if shape is not None else "an array, or a spmd.ShapeDtypeStruct",
                 mend="a P or a balanced layout fits any shape; names= leaves this leaf out",
             )
         for kind in type(like).__mro__:
@@ -439,7 +439,8 @@ class _Part:
         self.loading = loading
         self.name = name
         self.wanted: list[str] = []
-        self._saved_name = "" if name == ROOT else loading.rename(name)
+        root = "" if "" in loading.nodes else ROOT
+        self._saved_name = root if name == ROOT else loading.rename(name)
 
     @property
     def is_there(self) -> bool:
@@ -447,9 +448,11 @@ class _Part:
 
     def full_name(self, name: str) -> str:
         """The name of a leaf of the object in `like`."""
-        return joined("" if self.name == ROOT else self.name, name)
+        return joined("" if self.name == ROOT else self.name, name) if name else self.name
 
     def names(self) -> list[str]:
+        if self._saved_name in self.loading.leaves:
+            return [""]
         prefix = f"{self._saved_name}." if self._saved_name else ""
         return [name.removeprefix(prefix) for name in self.loading.leaves if name.startswith(prefix)]
 

@@ -151,7 +151,7 @@ class CheckpointManager:
         return members.together(lambda: _committed(self.directory) if members.is_first else [])[0]
 
     def _complete(self, members: Members) -> None:
-        """Wait for the saves that go on, those that were begun in bodies and outside; raise their error on all members."""
+        """Wait for the saves that go on, begun in bodies or outside; raise their error on all members."""
         worker = _worker()
         running = {k: save for k, save in [*self._running.items()] if worker is None or k in (None, worker)}
         if not running:

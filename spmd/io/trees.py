@@ -48,23 +48,26 @@ def encoded(node: Any, leaf: Callable[[str, Any], Any], where: str) -> Any:
     """A tree as JSON. leaf(name, x): the JSON of a leaf that is no constant."""
     names: set[str] = set()
 
+    def note(name: str) -> None:
+        if name in names:
+            raise CheckpointError.at(
+                where,
+                argument="tree",
+                got=f"two nodes with the name {name!r}: dots in keys count as steps of the path",
+                need="a name of its own for each leaf and each node above",
+                mend="rename one of the keys",
+            )
+        names.add(name)
+
     def encode(name: str, x: Any) -> Any:
         level = _level(x)
+        note(name or (ROOT if level is None else ""))
         if level is not None:
             keys, values, _ = level
             if isinstance(x, dict):
                 _check_keys(keys, where, name)
             return _node(x, [[key, encode(joined(name, key), child)] for key, child in zip(keys, values, strict=True)])
         name = name or ROOT
-        if name in names:
-            raise CheckpointError.at(
-                where,
-                argument="tree",
-                got=f"two leaves with the name {name!r}: dots in keys count as steps of the path",
-                need="a name of its own for each leaf",
-                mend="rename one of the keys",
-            )
-        names.add(name)
         return _constant_json(x, where, name) if is_constant(x) else leaf(name, x)
 
     return encode("", node)

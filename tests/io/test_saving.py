@@ -52,12 +52,49 @@ def test_a_leaf_that_is_a_node_in_the_checkpoint_is_missing(tmp_path, like):
         spmd.load(tmp_path, {"a": like})
 
 
-@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"b": {"c": 2}}}, {"a": {"b": {"c": 2}}, "a.b": 1}])
-def test_a_leaf_and_a_node_of_one_name(tmp_path, tree):
-    spmd.save(tmp_path, tree)
-    assert spmd.load(tmp_path) == tree
-    assert spmd.load(tmp_path, like={"a.b": 0, "a": {"b": {"c": 0}}}) == tree
-    assert spmd.load(tmp_path, names="a*") == {"a.b": 1, "a.b.c": 2}
+class _WithState:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a.b": 1, "a": {"b": {"c": 2}}},
+        {"a.b": {"c": 2}, "a": {"b": 1}},
+        {"a.b": {"c": 1}, "a": {"b": {"d": 2}}},
+        {"a.b": _WithState({"c": 1}), "a": {"b": _WithState({"d": 2})}},
+        {"a.b": _WithState(1), "a": {"b": {}}},
+        {1: 1, "1": 2},
+        {"": {"a": 1}},
+    ],
+)
+def test_two_nodes_of_one_name_are_refused(tmp_path, tree):
+    with pytest.raises(CheckpointError, match="two nodes with the name"):
+        spmd.save(tmp_path, tree)
+
+
+@pytest.mark.parametrize("state", [5, None, np.arange(3), {}, [], {"value": 1}, {"a": {"b": 1}}])
+@pytest.mark.parametrize("at_root", [False, True])
+def test_states_of_any_structure(tmp_path, state, at_root):
+    old, new = _WithState(state), _WithState("other")
+    spmd.save(tmp_path, old if at_root else {"x": old})
+    spmd.load(tmp_path, like=new if at_root else {"x": new})
+    np.testing.assert_equal(new.state, state)
+
+
+def test_classes_and_generators_of_another_kind(tmp_path):
+    with pytest.raises(CheckpointError, match="the leaf 'x'"):
+        spmd.save(tmp_path, {"x": _WithState})
+    spmd.save(tmp_path, {"x": np.random.default_rng(0)})
+    with pytest.raises(CheckpointError, match="the object 'x'"):
+        spmd.load(tmp_path, like={"x": np.random.Generator(np.random.MT19937(0))})
 
 
 def test_names_with_brackets_and_iterators_of_names(tmp_path):
