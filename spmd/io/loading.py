@@ -62,8 +62,9 @@ def load(
     state, such as modules and optimisers, are given theirs in place, when all processes have read theirs.
     specs: without `like`, a spec or a prefix of the tree that was saved: global arrays on `mesh`, by default that of
     the enclosing `with mesh:`. Without both: arrays of NumPy.
-    names: patterns of the names to load, such as "params.*": what else `like` has stays as it is; without `like`, the
-    result is a dictionary by name. rename: a function of a name of `like` that gives the name in the checkpoint.
+    names: patterns of the names in the checkpoint to load, such as "params.*": what else `like` has stays as it is;
+    without `like`, the result is a dictionary by name. rename: a function of a name of `like` that gives the name in
+    the checkpoint.
     strict: raise if `like` wants leaves that are missing, or does not want leaves that there are, as PyTorch's
     `load_state_dict`. False: the first stay as they are, the second are not read.
     convert: convert the entries to the dtype of `like`; else another dtype is an error.
@@ -172,9 +173,12 @@ class _Loading:
         """Whether all members have read the same checkpoint. If not, it was replaced meanwhile."""
         ids = self.members.together(self._open)
         with self.reader:
-            if len(set(ids)) > 1 or not all(self.members.together(lambda: self._read(like, specs))):
+            if len(set(ids)) > 1:
                 return False
-            self._check_layouts(self.members.share(_digest(self.layouts)))
+            digests = self.members.together(lambda: self._read(like, specs))
+            if not all(digests):
+                return False
+            self._check_layouts(digests)
             for change in self.changes:
                 change()
             return True
@@ -205,14 +209,15 @@ class _Loading:
         self.nodes = self.leaves | {name: node for name, node, is_leaf in nodes if not is_leaf}
         return manifest.id
 
-    def _read(self, like: Any, specs: Any) -> bool:
+    def _read(self, like: Any, specs: Any) -> str:
+        """A digest of the layouts of the global arrays; empty if the checkpoint was replaced meanwhile."""
         try:
             self.result = self._whole_tree(specs) if like is None else self._like(like)
         except CheckpointError:
             if self.reader.is_replaced():
-                return False
+                return ""
             raise
-        return True
+        return _digest(self.layouts)
 
     def rename(self, name: str) -> str:
         """The name in the checkpoint of a leaf or an object of `like`."""

@@ -52,7 +52,8 @@ class CheckpointManager:
         manager.wait()
 
     directory: made by the first save. max_to_keep: how many of the newest steps are kept, None for all. keep_every:
-    steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too.
+    steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too. A `with manager:`
+    ends with `wait()`.
     Raises CheckpointError for a number that is not positive.
     """
 
