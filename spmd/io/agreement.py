@@ -11,7 +11,7 @@ from spmd.errors import CheckpointError
 from spmd.io.members import Members
 from spmd.io.sources import Source, source_of
 from spmd.io.states import handler_of
-from spmd.io.trees import encoded, json_nodes, map_leaves
+from spmd.io.trees import encoded, json_nodes, map_leaves, shown_node
 from spmd.io.writing import digest_of_box
 from spmd.transport.base import checks_are_on
 
@@ -64,30 +64,50 @@ class Contents:
             for holders, digest in digests.items():
                 one = first.setdefault(holders, member)
                 if digest != agreed[one]["replicas"][holders]:
-                    shown = self.members.share(self._replicas().get(holders, []))
+                    own = [(_leaf_argument(name), digest) for name, digest in self._replicas().get(holders, [])]
+                    shown = self.members.share(own)
                     self._raise_difference(
                         one, member, shown[one], shown[member], "values that differ between {1} and {3}"
                     )
 
     def _shown(self) -> list[tuple[str, str]]:
-        leaves = [(name, json.dumps(node)) for name, node, is_leaf in json_nodes(self.tree) if is_leaf]
-        arrays = [(name, f"{dtype}{list(shape)} {layout}".strip()) for name, shape, dtype, layout in self._shapes()]
-        return [*leaves, *arrays, *((name, json.dumps(value)) for name, value in self.options.items())]
+        """In words, what must be equal on all members: by the argument in a message."""
+        nodes = [*json_nodes(self.tree)]
+        leaves = [(_leaf_argument(name), json.dumps(node)) for name, node, is_leaf in nodes if is_leaf]
+        arrays = [
+            (_leaf_argument(name), f"{dtype}{list(shape)} {layout}".strip())
+            for name, shape, dtype, layout in self._shapes()
+        ]
+        options = [(name, json.dumps(value)) for name, value in self.options.items()]
+        inner = [(f"tree, at {name or 'the root'}", shown_node(node)) for name, node, is_leaf in nodes if not is_leaf]
+        return [*leaves, *arrays, *options, *inner]
 
     def _raise_difference(self, one: int, other: int, shown: list[Any], others: list[Any], got: str) -> None:
-        """Raise for the first leaf that two members show in different words."""
+        """Raise for the first argument that two members show in different words."""
         first, second = dict(map(tuple, shown)), dict(map(tuple, others))
-        name = next((n for n in [*first, *second] if first.get(n) != second.get(n)), "")
-        texts = [values.get(name, "no such leaf") for values in (first, second)]
+        argument = next((a for a in [*first, *second] if first.get(a) != second.get(a)), "tree")
+        texts = [values.get(argument, "no such leaf") for values in (first, second)]
         describe = self.members.describe
+        if argument.startswith("tree, at "):
+            raise CheckpointError.at(
+                self.members.where,
+                argument=argument,
+                got=got.format(texts[0], describe(one), texts[1], describe(other)),
+                need="the same nodes on all, with keys in the same order",
+                mend="dict(sorted(tree.items()))",
+            )
         raise CheckpointError.at(
             self.members.where,
-            argument=name if name in self.options else f"tree, the leaf {name!r}",
+            argument=argument,
             got=got.format(texts[0], describe(one), texts[1], describe(other)),
             need="the same on all: bare arrays, numbers, strings and copies of a block count as one value",
             mend="spmd.from_blocks makes a global array of blocks that differ; in bodies of PyTorch "
             "spt.PartitionedTensor.from_block(x, spec)",
         )
+
+
+def _leaf_argument(name: str) -> str:
+    return f"tree, the leaf {name!r}"
 
 
 def _digest(content: Any) -> str:

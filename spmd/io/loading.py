@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -61,8 +62,9 @@ def load(
     state, such as modules and optimisers, are given theirs in place, when all processes have read theirs.
     specs: without `like`, a spec or a prefix of the tree that was saved: global arrays on `mesh`, by default that of
     the enclosing `with mesh:`. Without both: arrays of NumPy.
-    names: patterns of the names to load, such as "params.*": what else `like` has stays as it is; without `like`, the
-    result is a dictionary by name. rename: a function of a name of `like` that gives the name in the checkpoint.
+    names: patterns of the names in the checkpoint to load, such as "params.*": what else `like` has stays as it is;
+    without `like`, the result is a dictionary by name. rename: a function of a name of `like` that gives the name in
+    the checkpoint.
     strict: raise if `like` wants leaves that are missing, or does not want leaves that there are, as PyTorch's
     `load_state_dict`. False: the first stay as they are, the second are not read.
     convert: convert the entries to the dtype of `like`; else another dtype is an error.
@@ -164,16 +166,39 @@ class _Loading:
         self.convert = convert
         self.changes: list[Callable[[], None]] = []
         """What gives objects the states that were read. It runs when all members have read theirs."""
+        self.layouts: dict[str, Layout] = {}
+        """Of the global arrays that were made."""
 
     def run(self, like: Any, specs: Any) -> bool:
         """Whether all members have read the same checkpoint. If not, it was replaced meanwhile."""
         ids = self.members.together(self._open)
         with self.reader:
-            if len(set(ids)) > 1 or not all(self.members.together(lambda: self._read(like, specs))):
+            if len(set(ids)) > 1:
                 return False
+            digests = self.members.together(lambda: self._read(like, specs))
+            if not all(digests):
+                return False
+            self._check_layouts(digests)
             for change in self.changes:
                 change()
             return True
+
+    def _check_layouts(self, digests: list[str]) -> None:
+        """Raise if members have not made the same global arrays, in the same layouts."""
+        other = next((m for m, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is None:
+            return
+        shown = self.members.share({name: repr(layout) for name, layout in self.layouts.items()})
+        one, two = shown[0], shown[other]
+        name = next(name for name in [*one, *two] if one.get(name) != two.get(name))
+        here, there = (layouts.get(name, "no global array") for layouts in (one, two))
+        raise CheckpointError.at(
+            _WHERE,
+            argument="like or specs",
+            got=f"for {name!r} {here} on {self.members.describe(0)} and {there} on {self.members.describe(other)}",
+            need="the same layout on all",
+            mend="give the same like and the same specs everywhere",
+        )
 
     def _open(self) -> str:
         self.reader = open_checkpoint(self.path)
@@ -184,14 +209,15 @@ class _Loading:
         self.nodes = self.leaves | {name: node for name, node, is_leaf in nodes if not is_leaf}
         return manifest.id
 
-    def _read(self, like: Any, specs: Any) -> bool:
+    def _read(self, like: Any, specs: Any) -> str:
+        """A digest of the layouts of the global arrays; empty if the checkpoint was replaced meanwhile."""
         try:
             self.result = self._whole_tree(specs) if like is None else self._like(like)
         except CheckpointError:
             if self.reader.is_replaced():
-                return False
+                return ""
             raise
-        return True
+        return _digest(self.layouts)
 
     def rename(self, name: str) -> str:
         """The name in the checkpoint of a leaf or an object of `like`."""
@@ -252,6 +278,7 @@ class _Loading:
         def block(index: tuple[slice, ...]) -> np.ndarray:
             return freeze(self.reader.read(entry, tuple((s.start, s.stop) for s in index), dtype))
 
+        self.layouts[entry.name] = layout
         return made(_WHERE, entry.name, layout, mesh, block, "")
 
     # With `like`
@@ -332,18 +359,17 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        shape: Any = None if isinstance(like, type) else getattr(like, "shape", None)
-        is_array = shape is not None and hasattr(like, "dtype")
-        if not is_array or tuple(shape) != entry.shape:
+        shape = None if isinstance(like, type) or not hasattr(like, "dtype") else getattr(like, "shape", None)
+        if shape is None or tuple(shape) != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
                 got=f"{describe(like)} for a leaf of shape {list(entry.shape)}",
-                need="the shape that was saved" if is_array else "an array, or a spmd.ShapeDtypeStruct",
+                need="the shape that was saved" if shape is not None else "an array, or a spmd.ShapeDtypeStruct",
                 mend="a P or a balanced layout fits any shape; names= leaves this leaf out",
             )
-        for kind in type(like).__mro__:
-            if kind in MAKERS:
+        for kind in MAKERS:
+            if isinstance(like, kind):
                 return MAKERS[kind](like, name, partial(self._block, name, entry))
         dtype = self._dtype(name, entry, np.dtype(like.dtype))
         if type(like) is PartitionedArray:
@@ -392,6 +418,11 @@ class _Loading:
         return dtype
 
 
+def _digest(layouts: Mapping[str, Layout]) -> str:
+    texts = {layout: repr(layout) for layout in layouts.values()}
+    return hashlib.sha256(repr(sorted((name, texts[x]) for name, x in layouts.items())).encode()).hexdigest()
+
+
 def _fits(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)  # names may have brackets
 
@@ -413,7 +444,8 @@ class _Part:
         self.loading = loading
         self.name = name
         self.wanted: list[str] = []
-        self._saved_name = "" if name == ROOT else loading.rename(name)
+        root = "" if "" in loading.nodes else ROOT
+        self._saved_name = root if name == ROOT else loading.rename(name)
 
     @property
     def is_there(self) -> bool:
@@ -421,9 +453,11 @@ class _Part:
 
     def full_name(self, name: str) -> str:
         """The name of a leaf of the object in `like`."""
-        return joined("" if self.name == ROOT else self.name, name)
+        return joined("" if self.name == ROOT else self.name, name) if name else self.name
 
     def names(self) -> list[str]:
+        if self._saved_name in self.loading.leaves:
+            return [""]
         prefix = f"{self._saved_name}." if self._saved_name else ""
         return [name.removeprefix(prefix) for name in self.loading.leaves if name.startswith(prefix)]
 

@@ -15,8 +15,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -52,7 +52,8 @@ class CheckpointManager:
         manager.wait()
 
     directory: made by the first save. max_to_keep: how many of the newest steps are kept, None for all. keep_every:
-    steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too.
+    steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too. A `with manager:`
+    ends with `wait()`.
     Raises CheckpointError for a number that is not positive.
     """
 
@@ -62,7 +63,7 @@ class CheckpointManager:
         self.max_to_keep = _positive("max_to_keep", max_to_keep)
         self.keep_every = _positive("keep_every", keep_every)
         self._running: dict[int | None, _Background] = {}
-        """The save that goes on, by the worker of a body."""
+        """The save that goes on, by the worker of a body; None: one that was begun outside."""
 
     def __repr__(self) -> str:
         return f"CheckpointManager({str(self.directory)!r}, {self.max_to_keep}, {self.keep_every})"
@@ -151,14 +152,17 @@ class CheckpointManager:
         return members.together(lambda: _committed(self.directory) if members.is_first else [])[0]
 
     def _complete(self, members: Members) -> None:
-        """Wait for the save that goes on; raise its error on all members."""
-        running = self._running.get(_worker())
-        if running is None:
+        """Wait for the saves that go on, begun in bodies or outside; raise their error on all members."""
+        worker = _worker()
+        running = {k: save for k, save in [*self._running.items()] if worker is None or k in (None, worker)}
+        if not running:
             return
         # All members have got here, so the threads of all have been started: virtual workers may share one thread.
+        # And all have seen what goes on, before one of them forgets it.
         members.share(None)
-        del self._running[_worker()]
-        members.together(running.finish)
+        for k in running:
+            self._running.pop(k, None)
+        members.together(lambda: _finish_all(running.values()))
 
     def _commit(self, saving: Save, number: int) -> None:
         saving.commit()
@@ -271,6 +275,13 @@ class _Background:
             time.sleep(_POLL_SECONDS)
 
 
+def _finish_all(running: Iterable[_Background]) -> None:
+    """Wait for all; raise the first error."""
+    with ExitStack() as stack:
+        for save in running:
+            stack.callback(save.finish)
+
+
 def _worker() -> int | None:
     worker = WORKER.get()
     return None if worker is None else worker.index
@@ -278,7 +289,7 @@ def _worker() -> int | None:
 
 def _positive(argument: str, n: int | None) -> int | None:
     try:
-        number = None if n is None else operator.index(n)
+        number = None if n is None else 0 if isinstance(n, bool) else operator.index(n)
     except TypeError:
         number = 0
     if number is not None and number < 1:
@@ -294,7 +305,7 @@ def _positive(argument: str, n: int | None) -> int | None:
 
 def _step_number(where: str, step: Any) -> int:
     try:
-        number = operator.index(step)
+        number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
     if number < 0:

@@ -24,11 +24,11 @@ from spmd.io.files import CHUNK
 from spmd.io.trees import decoded
 from spmd.layout import Box
 
-__all__ = ["MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece"]
+__all__ = ["FORMAT", "MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
-_FORMAT = "spmd checkpoint"
+FORMAT = "spmd checkpoint"
 _START = b'{"sha256": "'
 _DIGITS = 64
 _DATA_FILE = re.compile(r"data-[0-9a-f]{16}-[0-9]{5,}-[0-9]{3,}\.safetensors")
@@ -90,7 +90,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The text of the file. It begins with its SHA-256, which is that of the text with zeros in that place."""
         content = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "version": self.version,
             "id": self.id,
             "created": self.created,
@@ -120,11 +120,11 @@ class Manifest:
 def _of_content(content: Any, path: Path) -> Manifest:
     _check(type(content) is dict, path, "a text that is no object of JSON")
     version = content.get("version")
-    if content.get("format") != _FORMAT or type(version) is not int or version > VERSION:
+    if content.get("format") != FORMAT or type(version) is not int or version > VERSION:
         raise CheckpointError.at(
             f"the file {path}",
             got=f"format {content.get('format')!r}, version {version!r}",
-            need=f"{_FORMAT!r}, version {VERSION} at most",
+            need=f"{FORMAT!r}, version {VERSION} at most",
             mend="read it with the version of spmd that wrote it, or a later one",
         )
     _check(content["chunk"] == CHUNK, path, f"chunks of {content['chunk']} bytes")

@@ -44,7 +44,23 @@ class Members:
         return self.own == 0
 
     def share(self, value: Any) -> list[Any]:
-        """The values of all members, in order. value: JSON. Collective."""
+        """The values of all members, in order. value: JSON. Collective.
+
+        Raises CheckpointError if not all have called the same function.
+        """
+        shared = self._exchange({"call": self.where, "value": value})
+        calls = [item["call"] if isinstance(item, dict) and "call" in item else "another call" for item in shared]
+        other = next((m for m, call in enumerate(calls) if call != self.where), None)
+        if other is not None:
+            raise CheckpointError.at(
+                self.where,
+                got=f"{self.where} on {self.describe(self.own)} and {calls[other]} on {self.describe(other)}",
+                need="the same calls in the same order on all",
+                mend="call it on every process, or in bodies on every worker, not under an if",
+            )
+        return [item["value"] for item in shared]
+
+    def _exchange(self, value: Any) -> list[Any]:
         return [value]
 
     def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
@@ -123,7 +139,7 @@ class _Processes(Members):
         super().__init__(where, own, mesh.size)
         self.mesh = mesh
 
-    def share(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         shared = self.mesh.transport.share({self.own: value})
         return [shared[w] for w in range(self.size)]
 
@@ -141,7 +157,7 @@ class _Workers(Members):
         super().__init__(where, worker.index, worker.mesh.size)
         self.worker = worker
 
-    def share(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         worker = self.worker
         axes = tuple(worker.mesh.axes)
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)

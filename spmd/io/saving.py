@@ -23,7 +23,7 @@ from spmd.array import PartitionedArray
 from spmd.errors import CheckpointError
 from spmd.io.agreement import Contents
 from spmd.io.files import Lock, flush_folder, make_folder_for, remove, rename, replace_file, write_file
-from spmd.io.manifest import MANIFEST, FileEntry, Manifest
+from spmd.io.manifest import FORMAT, MANIFEST, FileEntry, Manifest
 from spmd.io.members import Members, members_of
 from spmd.io.sources import is_within, part_of
 from spmd.io.trees import map_leaves
@@ -85,24 +85,28 @@ class Save:
     """
 
     def __init__(self, path: str | os.PathLike[str], tree: Any, metadata: Any, members: Members):
-        self.folder = Path(os.path.abspath(os.fspath(path)))
         self.members = members
         self.metadata = metadata
         self._lock: Lock | None = None
         self._is_renaming = False
-        agreed = members.together(partial(self._begin, tree), self.clean)
+        agreed = members.together(partial(self._begin, path, tree), self.clean)
         try:
             self.contents.agree(agreed)
         except BaseException:
             self.clean()
             raise
         self.id = agreed[0]["id"]
-        members.together(self._see_probe, self.clean)
+        members.together(partial(self._see_probe, agreed[0]["folder"]), self.clean)
         self.plan = plan_of(self.id, self.sources, members.size)
 
-    def _begin(self, tree: Any) -> dict[str, Any]:
+    def _begin(self, path: str | os.PathLike[str], tree: Any) -> dict[str, Any]:
         """What must be equal on all members, and the id of the save from the first one, which locks the folder."""
         where = self.members.where
+        if not os.fspath(path):
+            raise CheckpointError.at(
+                where, argument="path", got=repr(path), need="the name of a folder", mend="'run/7'"
+            )
+        self.folder = Path(os.path.abspath(os.fspath(path)))
         try:
             json.dumps(self.metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -120,19 +124,24 @@ class Save:
             return own
         id = secrets.token_hex(8)
         make_folder_for(where, self.folder)
+        _check_not_foreign(where, self.folder / MANIFEST)
         self._lock = Lock(self.folder / LOCK)
         remove_unnamed(self.folder)
         if self.members.size > 1:
             write_file(self.folder / f"probe-{id}", b"")
-        return own | {"id": id}
+        return own | {"id": id, "folder": str(self.folder)}
 
-    def _see_probe(self) -> None:
+    def _see_probe(self, first: str) -> None:
+        """Raise if this member does not see what the first has made in its folder."""
         probe = self.folder / f"probe-{self.id}"
         if self.members.size > 1 and not probe.exists():
+            here, who = str(self.folder), self.members.describe(0)
             raise CheckpointError.at(
                 self.members.where,
                 argument="path",
-                got=f"{self.folder}, which {self.members.describe(0)} made and this one does not see",
+                got=f"{here}, which {who} made and this one does not see"
+                if here == first
+                else f"{here}, and {first} on {who}",
                 need="a folder on a file system that all hosts share",
                 mend="save to such a file system, by an absolute path",
             )
@@ -198,6 +207,22 @@ class Save:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _check_not_foreign(where: str, path: Path) -> None:
+    """Raise for a manifest of another program, which the save would replace."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # there is none, or a damaged one, which may be replaced
+        return
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError.at(
+            where,
+            argument="path",
+            got=f"{path.parent}, where {MANIFEST} is a file of another program",
+            need="a folder of checkpoints, or a new one",
+            mend="take a folder of its own for each checkpoint",
+        )
 
 
 def remove_unnamed(folder: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -141,8 +142,32 @@ def _of_body(x: Any, where: str, name: str, members: Members) -> Source:
     )
 
 
+_AS_CONSTANTS: tuple[tuple[Any, str], ...] = (
+    (str, "str(x)"),
+    (bytes | bytearray | memoryview, "bytes(x)"),
+    (Integral, "int(x)"),
+    (Real, "float(x)"),
+    (Mapping, "dict(x)"),
+    (Iterable, "list(x), or np.asarray(x)"),
+)
+
+
+def _refuse(x: Any, where: str, name: str) -> None:
+    """Raise for what is no array. It would come back as something else."""
+    mend = next((mend for kind, mend in _AS_CONSTANTS if isinstance(x, kind)), "str(x), or the numbers that it holds")
+    raise CheckpointError.at(
+        where,
+        argument=f"tree, the leaf {name!r}",
+        got=describe(x),
+        need="arrays, numbers, strings, bytes or None, of just these classes, and objects with a state",
+        mend=f"{mend}; spmd.tree.register makes nodes of a class",
+    )
+
+
 def bare_source(x: Any, where: str, name: str, members: Members, kind: str = "") -> Source:
     """The source of an array that every member has. Empty arrays have no boxes."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype") or isinstance(x, str | bytes):
+        _refuse(x, where, name)
     array = admit(x, where, f"tree, the leaf {name!r}", error=CheckpointError, need="arrays, numbers, strings or None")
     box = whole_box(array.shape)
     holders = {box: tuple(range(members.size))} if math.prod(array.shape) else {}

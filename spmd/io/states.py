@@ -22,7 +22,8 @@ __all__ = ["KINDS", "STATES", "SavedPart", "StateHandler", "array_of_kind", "han
 
 
 class SavedPart(Protocol):
-    """What a checkpoint holds of one object. Names are those of its leaves, below that of the object."""
+    """What a checkpoint holds of one object. Names are those of its leaves, below that of the object; "" if its state
+    is one leaf."""
 
     name: str
 
@@ -102,7 +103,17 @@ class _NumPyGenerator(_StateDict):
 
     def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
         generator = x.rng if isinstance(x, Generator) else x
-        return partial(setattr, generator.bit_generator, "state", part.tree())
+        state, own = part.tree(), generator.bit_generator.state["bit_generator"]
+        saved = state.get("bit_generator") if isinstance(state, dict) else None
+        if saved != own:
+            raise CheckpointError.at(
+                "spmd.load",
+                argument=f"like, the object {part.name!r}",
+                got=f"a generator by {own}, for the state of one by {saved}",
+                need="the same kind of generator",
+                mend=f"np.random.Generator(np.random.{saved or own}())",
+            )
+        return partial(setattr, generator.bit_generator, "state", state)
 
 
 STATES: dict[type, StateHandler] = {np.random.Generator: _NumPyGenerator(), Generator: _NumPyGenerator()}
@@ -132,4 +143,4 @@ def handler_of(x: Any) -> StateHandler | None:
         if kind in STATES:
             return STATES[kind]
     has_state = callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None))
-    return _BY_METHODS if has_state else None
+    return _BY_METHODS if has_state and not isinstance(x, type) else None

@@ -17,7 +17,18 @@ from spmd import optim
 from spmd.autodiff import tree
 from spmd.errors import CheckpointError, describe
 
-__all__ = ["ROOT", "constant", "decoded", "encoded", "is_constant", "joined", "json_nodes", "map_leaves", "some"]
+__all__ = [
+    "ROOT",
+    "constant",
+    "decoded",
+    "encoded",
+    "is_constant",
+    "joined",
+    "json_nodes",
+    "map_leaves",
+    "shown_node",
+    "some",
+]
 
 ROOT = "value"
 """The name of a tree that is one leaf."""
@@ -37,24 +48,27 @@ def encoded(node: Any, leaf: Callable[[str, Any], Any], where: str) -> Any:
     """A tree as JSON. leaf(name, x): the JSON of a leaf that is no constant."""
     names: set[str] = set()
 
+    def note(name: str) -> None:
+        if name in names:
+            raise CheckpointError.at(
+                where,
+                argument="tree",
+                got=f"two nodes with the name {name!r}: dots in keys count as steps of the path",
+                need="a name of its own for each leaf and each node above",
+                mend="rename one of the keys",
+            )
+        names.add(name)
+
     def encode(name: str, x: Any) -> Any:
         level = _level(x)
+        note(name or (ROOT if level is None else ""))
         if level is not None:
             keys, values, _ = level
             if isinstance(x, dict):
                 _check_keys(keys, where, name)
             return _node(x, [[key, encode(joined(name, key), child)] for key, child in zip(keys, values, strict=True)])
         name = name or ROOT
-        if name in names:
-            raise CheckpointError.at(
-                where,
-                argument="tree",
-                got=f"two leaves with the name {name!r}: dots in keys count as steps of the path",
-                need="a name of its own for each leaf",
-                mend="rename one of the keys",
-            )
-        names.add(name)
-        return _constant_json(x) if is_constant(x) else leaf(name, x)
+        return _constant_json(x, where, name) if is_constant(x) else leaf(name, x)
 
     return encode("", node)
 
@@ -101,11 +115,24 @@ def _node(x: Any, items: list[list[Any]]) -> Any:
     }
 
 
-def _constant_json(x: Any) -> Any:
+def _digits(x: int, where: str, name: str) -> str:
+    try:
+        return str(x)
+    except ValueError as error:
+        raise CheckpointError.at(
+            where,
+            argument=f"tree, the leaf {name!r}",
+            got=f"an integer of {x.bit_length()} bits: {error}",
+            need="an integer of at most 4300 digits",
+            mend="x.to_bytes(-(-x.bit_length() // 8))",
+        ) from None
+
+
+def _constant_json(x: Any, where: str, name: str) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return {"float": repr(x)}
     if type(x) is int and abs(x) >= 1 << 53:  # readers of JSON may take numbers for float64
-        return {"int": str(x)}
+        return {"int": _digits(x, where, name)}
     if isinstance(x, complex):
         return {"complex": [repr(x.real), repr(x.imag)]}
     if isinstance(x, bytes):
@@ -143,6 +170,14 @@ def json_nodes(node: Any, name: str = "") -> Iterator[tuple[str, Any, bool]]:
     yield name or (ROOT if items is None else ""), node, items is None
     for key, child in items or ():
         yield from json_nodes(child, joined(name, key))
+
+
+def shown_node(node: Any) -> str:
+    """A node that is no leaf in messages: its kind and its keys, in order."""
+    ((kind, value),) = node.items()
+    of_class = f" {value['name']}" if kind in ("namedtuple", "object") else ""
+    keys = ", ".join(repr(key) for key, _ in _items(node) or ())
+    return f"a {kind}{of_class} of {keys or 'nothing'}"
 
 
 def decoded(node: Any, array: Callable[[Any], Any]) -> Any:

@@ -86,10 +86,14 @@ def paths(base: Path) -> None:
     own = base / f"rank {WORLD.rank}"
     own.mkdir(exist_ok=True)
     os.chdir(own)
-    all_raise(lambda: save(Path("mine"), 1), CheckpointError, "and this one does not see", "does not see")
+    all_raise(lambda: save(Path("mine"), 1), CheckpointError, "/mine, and ")
     with spmd.Mesh(x=2):
         all_raise(lambda: spmd.load("mine", specs=P()), CheckpointError, "without manifest.json", "no such folder")
         all_raise(lambda: spmd.save(base / "checkpoint", {"k": WORLD.rank}), CheckpointError, "the leaf 'k'")
+        layouts = {"arrays": P("x") if WORLD.rank else P(), "k": None}
+        all_raise(lambda: spmd.load(base / "checkpoint", specs=layouts), CheckpointError, "the same layout on all")
+        calls = (lambda: spmd.load(base / "checkpoint", specs=P())), (lambda: save(base / "checkpoint", 1))
+        all_raise(calls[WORLD.rank], CheckpointError, "the same calls in the same order")
         all_raise(lambda: spmd.save(base / "checkpoint", {}, metadata=WORLD.rank), CheckpointError, "argument metadata")
 
 

@@ -211,3 +211,25 @@ def test_bad_arguments(tmp_path):
             spmd.io.CheckpointManager(tmp_path).save(bad, 0)
     assert os.listdir(tmp_path) == []
     assert manager._POLL_SECONDS > 0
+
+
+@pytest.mark.parametrize("begins_in_body", [False, True])
+def test_a_save_in_a_body_and_what_follows_outside(tmp_path, begins_in_body):
+    """What goes on is completed, wherever it was begun."""
+    manager = spmd.io.CheckpointManager(tmp_path)
+    tree, found = {"w": np.ones(1_000_000)}, []
+
+    def body(x):
+        if begins_in_body:
+            manager.save(1, tree)
+        else:
+            found.append(manager.latest())
+        return x
+
+    with spmd.Mesh(x=2):
+        if not begins_in_body:
+            manager.save(1, tree)
+        spmd.map(body, P("x"), P("x"))(spmd.ones(2, spec=P("x")))
+        if begins_in_body:
+            found.append(manager.latest())
+    assert set(found) == {1}

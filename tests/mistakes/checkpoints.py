@@ -171,7 +171,7 @@ SAVING = [
             save({"a.b": 1, "a": {"b": 2}}),
             CheckpointError,
             "argument tree",
-            "two leaves with the name 'a.b'",
+            "two nodes with the name 'a.b'",
             "a name of its own",
             "rename one",
         ),
