@@ -277,7 +277,7 @@ class _Optimizer:
                 group, _, key = rest.partition(".")
                 is_wanted = int(group) < len(x.param_groups) and not key.startswith("params.")
             else:
-                is_wanted = True
+                is_wanted = name != ""
             if is_wanted:
                 wanted.append(name)
         return wanted
