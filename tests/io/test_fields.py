@@ -18,7 +18,7 @@ from spmd import P
 from spmd.errors import CheckpointError
 from spmd.io import chunks as of_chunks
 from spmd.io import fields
-from spmd.io.sources import boxes_of
+from spmd.io.sources import SOURCES, Source, boxes_of
 
 h5py = pytest.importorskip("h5py")
 zarr = pytest.importorskip("zarr")
@@ -113,6 +113,34 @@ def test_workers_of_a_body_write_together(tmp_path, write):
         spmd.map(body, P("x"), P("x"))(W)
     assert_same(found(tmp_path / "f")["x"], W)
     assert_same(found(tmp_path / "f")["y"], np.arange(3))
+
+
+def test_copies_in_a_body_are_checked(tmp_path):
+    def body(x):
+        spmd.io.write_hdf5(tmp_path / "f", {"y": np.full(2, int(spmd.block(x)[0, 0] == W[0, 0]))})
+        return x
+
+    with spmd.Mesh(x=3), pytest.raises(CheckpointError, match="values that differ"):
+        spmd.map(body, P("x"), P("x"))(W)
+    assert os.listdir(tmp_path) == []
+
+
+def test_chunks_that_blocks_of_other_libraries_would_share(tmp_path, monkeypatch):
+    """Such blocks are not moved: they must consist of whole chunks."""
+
+    class Foreign:
+        pass
+
+    holders = {((0, 3), (0, 5)): (0,), ((3, 7), (0, 5)): (0,)}
+    source = Source(W.shape, W.dtype, "", holders, lambda box: W[tuple(itertools.starmap(slice, box))])
+    monkeypatch.setitem(SOURCES, Foreign, lambda *_: source)
+    with pytest.raises(CheckpointError, match=r"a block ends within one(.|\n)*chunks=\(3, 5\)"):
+        spmd.io.write_zarr(tmp_path / "f", {"x": Foreign()}, chunks={"x": (2, 5)})
+    assert os.listdir(tmp_path) == []
+    spmd.io.write_zarr(tmp_path / "f", {"x": Foreign()})
+    spmd.io.write_hdf5(tmp_path / "g", {"x": Foreign()}, chunks={"x": (2, 5)})
+    assert_same(found(tmp_path / "f")["x"], W)
+    assert_same(found(tmp_path / "g")["x"], W)
 
 
 # Chunks
