@@ -87,7 +87,7 @@ def ours(name: str, quick: bool) -> Case:
     together = partial(mesh.transport.share, {rank: None})
     place = folder_for_all(rank, together)
     tree = [spmd.from_blocks({rank: block}, P("x"), mesh) for block in rows_of(rank, quick)]
-    specs = [P(None, "x") if name == "read columns" else P("x")] * len(tree)
+    specs = [P(None, "x") if name == "read columns" else P("x")] * len(ARRAYS)
 
     def read() -> list[Any]:
         return spmd.load(place, specs=specs, mesh=mesh)
@@ -98,12 +98,12 @@ def ours(name: str, quick: bool) -> Case:
     if name == HELD:
         manager = spmd.io.CheckpointManager(place / "steps", max_to_keep=1)
         run = timed(lambda: manager.save(0, tree), together, after=lambda _: manager.wait())
-        return Case(run, lambda: [])
+        return Case(run, list)
     if name in WRITES:
         before = partial(remove, place, rank) if name == "write anew" else lambda: None
         return Case(timed(lambda: spmd.save(place, tree), together, before), tell)
     spmd.save(place, tree)
-    del tree
+    tree.clear()
     return Case(timed(read, together), tell)
 
 
@@ -134,15 +134,18 @@ def by_torch(one_file: bool, name: str, quick: bool) -> Case:
 
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     place = folder_for_all(rank, dist.barrier)
+    dim = int(name == "read columns")
 
-    def tree(blocks: list[Any], dim: int) -> dict[str, Any]:
-        placed = (DTensor.from_local(block, mesh, [Shard(dim)], run_check=False) for block in blocks)
-        return {f"{k}": x for k, x in enumerate(placed)}
+    def tree(blocks: list[np.ndarray], dim: int) -> dict[str, Any]:
+        tensors = map(torch.from_numpy, blocks)
+        return {f"{k}": DTensor.from_local(x, mesh, [Shard(dim)], run_check=False) for k, x in enumerate(tensors)}
 
-    def writer(keep: bool = False) -> Any:
-        return dcp.FileSystemWriter(
-            place, single_file_per_rank=one_file, sync_files=False, cache_staged_state_dict=keep
-        )
+    def empty() -> dict[str, Any]:
+        halves = [((m, n // 2) if dim else (m // 2, n), dtype) for (m, n), dtype in shapes(quick)]
+        return tree([np.zeros(shape, dtype) for shape, dtype in halves], dim)
+
+    def writer() -> Any:
+        return dcp.FileSystemWriter(place, single_file_per_rank=one_file, sync_files=False)
 
     def read(into: dict[str, Any]) -> None:
         dcp.load(into, storage_reader=dcp.FileSystemReader(place))
@@ -151,29 +154,17 @@ def by_torch(one_file: bool, name: str, quick: bool) -> Case:
         read(into)
         return samples([x.to_local().numpy() for x in into.values()])
 
-    def empty() -> dict[str, Any]:
-        blocks = [torch.from_numpy(np.zeros(s, d)) for s, d in ((by(s), d) for s, d in shapes(quick))]
-        return tree(blocks, dim)
-
-    dim = int(name == "read columns")
-
-    def by(shape: tuple[int, int]) -> tuple[int, int]:
-        rows, columns = shape
-        return (rows, columns // 2) if dim else (rows // 2, columns)
-
-    mine = tree([torch.from_numpy(block) for block in rows_of(rank, quick)], 0)
+    mine = tree(rows_of(rank, quick), 0)
     if name == HELD:
-        kept = writer(keep=True)
-        run = timed(
-            lambda: dcp.async_save(mine, storage_writer=kept), dist.barrier, after=lambda future: future.result()
-        )
-        return Case(run, lambda: [])
+        save = partial(dcp.async_save, mine)
+        run = timed(lambda: save(storage_writer=writer()), dist.barrier, after=lambda future: future.result())
+        return Case(run, list)
     if name in WRITES:
         before = partial(remove, place, rank) if name == "write anew" else lambda: None
         run = timed(lambda: dcp.save(mine, storage_writer=writer()), dist.barrier, before)
         return Case(run, lambda: tell_of(empty()))
     dcp.save(mine, storage_writer=writer())
-    del mine
+    mine.clear()
     into = empty()
     return Case(timed(partial(read, into), dist.barrier), lambda: tell_of(into))
 
@@ -200,13 +191,13 @@ def copied(name: str, quick: bool) -> Case:
 
     def step() -> None:
         both = [subprocess.Popen(["cp", file, copy]) for file, copy in zip(files, copies, strict=True)]
-        assert not any([one.wait() for one in both])
+        assert [one.wait() for one in both] == [0, 0]
 
     def before() -> None:
         for copy in copies if name != "write over" else ():
             copy.unlink(missing_ok=True)
 
-    return Case(timed(step, before=before), lambda: [])
+    return Case(timed(step, before=before), list)
 
 
 @SAVING.contestant("cp", env=ONE_THREAD)

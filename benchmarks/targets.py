@@ -18,6 +18,7 @@ from typing import Literal
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
 from benchmarks.loops import BLOCK
+from benchmarks.saving import READS, WRITES
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
 
@@ -85,6 +86,9 @@ def _targets() -> Iterator[Target]:
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.2, ours=("spmd, MPI, jit",))
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.5, ours=("spmd, jit",))
     yield from _of_loops()
+    for case in (*WRITES, *READS):
+        yield Target("saving", case, ("torch DCP", "torch DCP, a file each"), 1)
+        yield Target("saving", case, ("cp",), 0.5)
     yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
     yield Target("costs", "import", ("numpy",), 1 / 1.5)
     yield Target("costs", "the example of digits", (), 20, "seconds")
