@@ -86,10 +86,8 @@ def ours(name: str, quick: bool) -> Case:
     (rank,) = mesh.local_workers
     together = partial(mesh.transport.share, {rank: None})
     place = folder_for_all(rank, together)
+    tree = [spmd.from_blocks({rank: block}, P("x"), mesh) for block in rows_of(rank, quick)]
     specs = [P(None, "x") if name == "read columns" else P("x")] * len(ARRAYS)
-
-    def tree() -> list[Any]:
-        return [spmd.from_blocks({rank: block}, P("x"), mesh) for block in rows_of(rank, quick)]
 
     def read() -> list[Any]:
         return spmd.load(place, specs=specs, mesh=mesh)
@@ -99,12 +97,13 @@ def ours(name: str, quick: bool) -> Case:
 
     if name == HELD:
         manager = spmd.io.CheckpointManager(place / "steps", max_to_keep=1)
-        run = timed(partial(manager.save, 0, tree()), together, after=lambda _: manager.wait())
+        run = timed(lambda: manager.save(0, tree), together, after=lambda _: manager.wait())
         return Case(run, list)
     if name in WRITES:
         before = partial(remove, place, rank) if name == "write anew" else lambda: None
-        return Case(timed(partial(spmd.save, place, tree()), together, before), tell)
-    spmd.save(place, tree())
+        return Case(timed(lambda: spmd.save(place, tree), together, before), tell)
+    spmd.save(place, tree)
+    tree.clear()
     return Case(timed(read, together), tell)
 
 
@@ -135,10 +134,15 @@ def by_torch(one_file: bool, name: str, quick: bool) -> Case:
 
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     place = folder_for_all(rank, dist.barrier)
+    dim = int(name == "read columns")
 
-    def tree(blocks: list[Any], dim: int) -> dict[str, Any]:
-        placed = (DTensor.from_local(block, mesh, [Shard(dim)], run_check=False) for block in blocks)
-        return {f"{k}": x for k, x in enumerate(placed)}
+    def tree(blocks: list[np.ndarray], dim: int) -> dict[str, Any]:
+        tensors = map(torch.from_numpy, blocks)
+        return {f"{k}": DTensor.from_local(x, mesh, [Shard(dim)], run_check=False) for k, x in enumerate(tensors)}
+
+    def empty() -> dict[str, Any]:
+        halves = [((m, n // 2) if dim else (m // 2, n), dtype) for (m, n), dtype in shapes(quick)]
+        return tree([np.zeros(shape, dtype) for shape, dtype in halves], dim)
 
     def writer() -> Any:
         return dcp.FileSystemWriter(place, single_file_per_rank=one_file, sync_files=False)
@@ -150,32 +154,24 @@ def by_torch(one_file: bool, name: str, quick: bool) -> Case:
         read(into)
         return samples([x.to_local().numpy() for x in into.values()])
 
-    def empty() -> dict[str, Any]:
-        blocks = [torch.from_numpy(np.zeros(s, d)) for s, d in ((by(s), d) for s, d in shapes(quick))]
-        return tree(blocks, dim)
-
-    dim = int(name == "read columns")
-
-    def by(shape: tuple[int, int]) -> tuple[int, int]:
-        rows, columns = shape
-        return (rows, columns // 2) if dim else (rows // 2, columns)
-
-    def mine() -> dict[str, Any]:
-        return tree([torch.from_numpy(block) for block in rows_of(rank, quick)], 0)
-
+    mine = tree(rows_of(rank, quick), 0)
+    if name == HELD:
+        save = partial(dcp.async_save, mine)
+        run = timed(lambda: save(storage_writer=writer()), dist.barrier, after=lambda future: future.result())
+        return Case(run, list)
     if name in WRITES:
         before = partial(remove, place, rank) if name == "write anew" else lambda: None
-        held = mine()
-        run = timed(lambda: dcp.save(held, storage_writer=writer()), dist.barrier, before)
+        run = timed(lambda: dcp.save(mine, storage_writer=writer()), dist.barrier, before)
         return Case(run, lambda: tell_of(empty()))
-    dcp.save(mine(), storage_writer=writer())
+    dcp.save(mine, storage_writer=writer())
+    mine.clear()
     into = empty()
     return Case(timed(partial(read, into), dist.barrier), lambda: tell_of(into))
 
 
 @SAVING.contestant("torch DCP", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)
 def _(quick: bool) -> Builders:
-    return cases(partial(by_torch, True), (*WRITES, *READS), quick)
+    return cases(partial(by_torch, True), (*WRITES, *READS, HELD), quick)
 
 
 @SAVING.contestant("torch DCP, a file each", launcher="torchrun", processes=2, needs=("torch",), env=ONE_THREAD)

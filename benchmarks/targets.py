@@ -86,6 +86,9 @@ def _targets() -> Iterator[Target]:
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.2, ours=("spmd, MPI, jit",))
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.5, ours=("spmd, jit",))
     yield from _of_loops()
+    for case in (*WRITES, *READS):
+        yield Target("saving", case, ("torch DCP", "torch DCP, a file each"), 1)
+        yield Target("saving", case, ("cp",), 0.5)
     yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
     yield Target("costs", "import", ("numpy",), 1 / 1.5)
     yield Target("costs", "the example of digits", (), 20, "seconds")
@@ -102,9 +105,6 @@ def _of_loops() -> Iterator[Target]:
         yield Target("loops", f"shallow water, {side}x{side}, 200 steps", ("numpy, by hand",), 1 / most)
     yield Target("loops", "shallow water, 1024x1024, 200 steps", (JAX,), 1 / 1.2)
     yield Target("loops", "shallow water, 64x64, 200 steps, first call", (JAX,), 2)
-    for work in (*WRITES, *READS):
-        yield Target("saving", work, ("torch DCP", "torch DCP, a file each"), 1)
-        yield Target("saving", work, ("cp",), 0.5)
     yield Target("loops", BLOCK, (), 0.6 * 35e-3, "seconds")  # of what a step took before it was recorded as a whole
     for workers, most in {2: 2, 4: 3, 8: 5}.items():
         for way in "", ", fori_loop":

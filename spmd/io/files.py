@@ -245,7 +245,7 @@ class ChunkReader:
     def _chunk(self, k: int) -> memoryview:
         chunk = self._kept.get(k)
         if chunk is None:
-            chunk = memoryview(bytearray(min(CHUNK, self.nbytes - k * CHUNK)))
+            chunk = np.empty(min(CHUNK, self.nbytes - k * CHUNK), np.uint8).data
             self._read(k, 1, chunk)
             self._kept[k] = chunk
             if len(self._kept) > self._KEPT:

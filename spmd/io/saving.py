@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -55,7 +54,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
     arrays are taken first. If the program is killed, or the disk is full, the folder keeps the checkpoint that it had.
     The rename of a file commits when everything has been flushed to the disk (SPMD_FSYNC=0: without flushing).
 
-    Needs memory of a few MiB besides the tree. Cost: five small messages to all. docs/saving.md; docs/
+    Needs memory of a few MiB besides the tree. Cost: four small messages to all. docs/saving.md; docs/
     checkpoint_format.md is the format: a folder of safetensors files and a manifest with checksums.
     Raises CheckpointError on all processes: for a leaf that cannot be saved, with its name; if bare arrays or numbers
     differ between processes; if not all processes see the folder; if another save to it is going on; and for the errors
@@ -89,6 +88,7 @@ class Save:
         self.metadata = metadata
         self._lock: Lock | None = None
         self._is_renaming = False
+        self._copies: dict[str, dict[Box, np.ndarray]] = {}
         agreed = members.together(partial(self._begin, path, tree), self.clean)
         try:
             self.contents.agree(agreed)
@@ -148,17 +148,24 @@ class Save:
 
     def copy_blocks(self) -> None:
         """Copy what this member writes: from now on the arrays of the tree may change."""
-        copies: dict[str, dict[Box, np.ndarray]] = {}
         for _, pieces in self.plan.of_member(self.members.own):
             for piece in pieces:
                 block = np.array(self.sources[piece.name].block(piece.box))
-                copies.setdefault(piece.name, {})[piece.box] = block
+                self._copies.setdefault(piece.name, {})[piece.box] = block
         for name, source in self.sources.items():
-            source.block = _of_copies(copies.get(name, {}))
+            source.block = partial(self._copy_of, name)
+
+    def _copy_of(self, name: str, box: Box) -> np.ndarray:
+        copies = self._copies[name]
+        around = next(own for own in copies if is_within(box, own))
+        return part_of(copies[around], around, box)
 
     def write(self) -> None:
         """Write and flush this member's files, and a list of them with their checksums."""
-        entries = write_files(self.folder, self.plan, self.members.own, self.sources)
+        try:
+            entries = write_files(self.folder, self.plan, self.members.own, self.sources)
+        finally:
+            self._copies = {}  # a save in the background may be waited for only much later
         text = json.dumps([list(e) for e in entries]).encode()
         replace_file(self._part(self.members.own), text, f"new-{self.id}-{self.members.own:05d}.json")
 
@@ -238,11 +245,3 @@ def remove_unnamed(folder: Path) -> None:
     if unnamed:
         flush_folder(folder)  # the manifest that does not name them stays, whatever happens
         remove(folder / name for name in unnamed)
-
-
-def _of_copies(copies: dict[Box, np.ndarray]) -> Callable[[Box], np.ndarray]:
-    def block(box: Box) -> np.ndarray:
-        around = next(own for own in copies if is_within(box, own))
-        return part_of(copies[around], around, box)
-
-    return block
