@@ -298,3 +298,17 @@ def test_torch_reads_it(tmp_path):
         assert tuple(tensor.shape) == w.shape
         bits = tensor.contiguous().view(torch.uint8).numpy().tobytes()
         assert bits == arrays[name].tobytes(), name
+
+
+@pytest.mark.torch
+def test_a_module_of_torch_is_exported_as_its_state_dict(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file as load_torch
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to(torch.bfloat16)
+    spmd.io.export(tmp_path, module)
+    found, state = load_torch(tmp_path / "model.safetensors"), module.state_dict()
+    assert found.keys() == state.keys()
+    for name, x in state.items():
+        assert found[name].dtype == x.dtype
+        assert torch.equal(found[name], x), name

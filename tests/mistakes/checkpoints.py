@@ -27,6 +27,45 @@ def save(tree: Any, **options: Any) -> Callable[[], None]:
     return call
 
 
+def export(tree: Any, **options: Any) -> Callable[[], None]:
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.io.export(f"{folder}/exported", tree, **options)
+
+    return call
+
+
+def export_over(name: str) -> Callable[[], None]:
+    """Export to a checkpoint, or to a file of it."""
+
+    def call() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.save(folder, {"x": EVEN})
+            spmd.io.export(f"{folder}/{name}", {"x": EVEN})
+
+    return call
+
+
+def model(files: dict[str, bytes]) -> Callable[[], Any]:
+    """Load a folder of these files and of `w.safetensors`, which has a tensor w."""
+
+    def call() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            spmd.io.export(folder, {"w": EVEN})
+            (Path(folder) / "model.safetensors").rename(Path(folder) / "w.safetensors")
+            for name, content in files.items():
+                (Path(folder) / name).write_bytes(content)
+            return spmd.load(folder)
+
+    return call
+
+
+def inspect_steps() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        spmd.save(f"{folder}/step-3", {"x": EVEN})
+        spmd.io.inspect(folder)
+
+
 def write(form: str, tree: Any, **options: Any) -> Callable[[], None]:
     """Write Zarr or HDF5."""
 
@@ -445,4 +484,99 @@ FIELDS = [
     )
 ]
 
-ROWS = [*SAVING, *LOADING, *FIELDS]
+EXPORT = "spmd.io.export: argument "
+EXPORTING = [
+    Row(name, call, CheckpointError, head, got, need, mend)
+    for name, call, head, got, need, mend in (
+        (
+            "an export of numbers",
+            export({"x": EVEN, "n": 3, "t": "text"}),
+            f"{EXPORT}tree",
+            "leaves that are no arrays: 'n', 't'",
+            "arrays",
+            "np.asarray(x) of a number",
+        ),
+        (
+            "an export of complex128",
+            export({"x": EVEN * 1j}),
+            f"{EXPORT}{LEAF}",
+            "dtype complex128",
+            "a dtype that the format has a type for",
+            "x.astype(np.complex64)",
+        ),
+        (
+            "a name that the format keeps",
+            export({"__metadata__": EVEN}),
+            f"{EXPORT}tree",
+            "'__metadata__'",
+            "another name",
+            "rename the key",
+        ),
+        (
+            "files of no bytes",
+            export({"x": EVEN}, max_file_bytes=0),
+            f"{EXPORT}max_file_bytes",
+            "int 0",
+            "a positive int",
+            "max_file_bytes=5_000_000_000",
+        ),
+        (
+            "metadata of numbers",
+            export({"x": EVEN}, metadata={"steps": 7}),
+            f"{EXPORT}metadata",
+            "('steps', 7)",
+            "strings by name",
+            "json.dumps",
+        ),
+        (
+            "an export to a checkpoint",
+            export_over("."),
+            f"{EXPORT}path",
+            "a checkpoint of spmd.save",
+            "another folder",
+            "exported",
+        ),
+        (
+            "an export to a file",
+            export_over("manifest.json"),
+            f"{EXPORT}path",
+            "the file ",
+            "a folder",
+            "rename one",
+        ),
+        (
+            "several models",
+            model({"v.safetensors": b""}),
+            "the checkpoint ",
+            "several models: 'v.safetensors', 'w.safetensors'",
+            "one safetensors file, or one index",
+            "give the path of one",
+        ),
+        (
+            "a file that an index names and is missing",
+            model({"a.safetensors.index.json": b'{"weight_map": {"w": "w.safetensors", "v": "v.safetensors"}}'}),
+            "a.safetensors.index.json",
+            "1 of 2 files missing: 'v.safetensors'",
+            "all files that the index names",
+            "download or copy",
+        ),
+        (
+            "a tensor that an index names and no file has",
+            model({"a.safetensors.index.json": b'{"weight_map": {"w": "w.safetensors", "v": "w.safetensors"}}'}),
+            "w.safetensors",
+            "no tensor 'v'",
+            "the tensors that the index says are in it",
+            "fetch both again",
+        ),
+        (
+            "a directory of steps for a checkpoint",
+            inspect_steps,
+            "spmd.io.inspect: argument path",
+            "of 1 checkpoint, one for each step",
+            "one of them",
+            "step-3",
+        ),
+    )
+]
+
+ROWS = [*SAVING, *LOADING, *EXPORTING, *FIELDS]
