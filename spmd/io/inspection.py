@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +14,13 @@ import numpy as np
 from spmd.autodiff.dtypes import dtype_name
 from spmd.errors import CheckpointError, CorruptCheckpointError
 from spmd.io.files import CHUNK, ChunkReader
-from spmd.io.manifest import MANIFEST, FileEntry, Manifest
+from spmd.io.manifest import MANIFEST, FileEntry, Manifest, step_folders
 from spmd.io.reading import open_checkpoint, read_manifest
 from spmd.io.trees import constant, json_nodes
 from spmd.tracebacks import api_boundary
 
-__all__ = ["ArrayInfo", "CheckpointInfo", "Damage", "inspect", "step_folders"]
+__all__ = ["ArrayInfo", "CheckpointInfo", "Damage", "inspect"]
 
-_STEP = re.compile(r"step-(\d+)")
 _VALUE_WIDTH = 48
 
 
@@ -192,7 +190,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     Raises CheckpointError if there is no checkpoint, CorruptCheckpointError if its manifest is damaged.
     """
     where = Path(os.fspath(path))
-    steps = step_folders(where)
+    steps = _steps_in(where)
     if steps:
         raise CheckpointError.at(
             "spmd.io.inspect",
@@ -205,14 +203,9 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     return CheckpointInfo(where, reader.folder, reader.manifest)
 
 
-def step_folders(directory: Path) -> dict[int, Path]:
-    """The folders `step-<n>` in a directory that is no checkpoint itself, by step, as `CheckpointManager` makes them.
-    Folders without a manifest are those of saves that go on or were broken off."""
-    if not directory.is_dir() or (directory / MANIFEST).exists():
-        return {}
-    matches = {path: _STEP.fullmatch(path.name) for path in directory.iterdir()}
-    steps = {int(m[1]): path for path, m in matches.items() if m and (path / MANIFEST).exists()}
-    return dict(sorted(steps.items()))
+def _steps_in(directory: Path) -> dict[int, Path]:
+    """The checkpoints of steps in a directory that is no checkpoint itself."""
+    return {} if (directory / MANIFEST).exists() else step_folders(directory)
 
 
 def _info(name: str, key: str, manifest: Manifest) -> ArrayInfo:
@@ -258,7 +251,7 @@ def _aligned(rows: list[list[str]], right: tuple[int, ...]) -> list[str]:
 
 def report(path: Path, verify: bool) -> tuple[Mapping[str, Any], str, bool]:
     """A checkpoint, or the directory of several, as JSON and as text, and whether all is as it was written."""
-    steps = step_folders(path)
+    steps = _steps_in(path)
     if steps:
         return _report_of_steps(path, steps, verify)
     info = inspect(path)

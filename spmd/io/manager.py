@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-import re
 import shutil
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 from spmd.errors import CheckpointError, CorruptCheckpointError, describe, user_stacklevel
 from spmd.io.files import Lock, remove, write_file
 from spmd.io.loading import load
-from spmd.io.manifest import MANIFEST
+from spmd.io.manifest import MANIFEST, step_folders
 from spmd.io.members import Members, members_of
 from spmd.io.saving import LOCK, Save, meshes_in
 from spmd.mesh import WORKER
@@ -33,7 +32,6 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["CheckpointManager"]
 
-_FOLDER = re.compile(r"step-(\d+)")
 _POLL_SECONDS = 0.02
 
 
@@ -149,7 +147,7 @@ class CheckpointManager:
 
     def _steps(self, members: Members) -> list[int]:
         self._complete(members)
-        return members.together(lambda: _committed(self.directory) if members.is_first else [])[0]
+        return members.together(lambda: [*step_folders(self.directory)] if members.is_first else [])[0]
 
     def _complete(self, members: Members) -> None:
         """Wait for the saves that go on, begun in bodies or outside; raise their error on all members."""
@@ -172,16 +170,15 @@ class CheckpointManager:
     def _remove_old(self, saved: int) -> None:
         if self.max_to_keep is None:
             return
-        steps = _committed(self.directory)
+        steps = [*step_folders(self.directory)]
         for number in steps[: -self.max_to_keep]:
             if number != saved and (self.keep_every is None or number % self.keep_every):
                 _remove_folder(self.directory / f"step-{number}")
 
     def _remove_unfinished(self) -> None:
         """Remove what saves of dead programs have left: folders without a manifest that nobody has locked."""
-        for folder in self.directory.glob("step-*"):
-            if _FOLDER.fullmatch(folder.name) and not (folder / MANIFEST).exists():
-                _remove_folder(folder)
+        for folder in step_folders(self.directory, committed=False).values():
+            _remove_folder(folder)
 
 
 def _remove_folder(folder: Path) -> None:
@@ -196,11 +193,6 @@ def _remove_folder(folder: Path) -> None:
             shutil.rmtree(folder)
     finally:
         lock.release()
-
-
-def _committed(directory: Path) -> list[int]:
-    matches = [_FOLDER.fullmatch(name) for name in (os.listdir(directory) if directory.is_dir() else ())]
-    return sorted(int(m[1]) for m in matches if m is not None and (directory / m[0] / MANIFEST).exists())
 
 
 class _Background:

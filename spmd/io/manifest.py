@@ -24,7 +24,7 @@ from spmd.io.files import CHUNK
 from spmd.io.trees import decoded
 from spmd.layout import Box
 
-__all__ = ["FORMAT", "MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece"]
+__all__ = ["FORMAT", "MANIFEST", "ArrayEntry", "FileEntry", "Manifest", "Piece", "step_folders"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -197,3 +197,16 @@ def _unreadable(path: Path, got: str) -> CorruptCheckpointError:
     return CorruptCheckpointError.at(
         f"the file {path}", got=got, need="a manifest as it was written", mend="load another checkpoint"
     )
+
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def step_folders(directory: Path, *, committed: bool = True) -> dict[int, Path]:
+    """The folders `step-<number>` of a directory, in ascending order, as `CheckpointManager` makes them.
+
+    committed: those with a manifest. False: the others, of saves that go on or were broken off.
+    """
+    found = {path: _STEP.fullmatch(path.name) for path in (directory.iterdir() if directory.is_dir() else ())}
+    steps = {int(m[1]): path for path, m in found.items() if m and (path / MANIFEST).exists() is committed}
+    return dict(sorted(steps.items()))
