@@ -32,11 +32,16 @@ from spmd.layout import Box
 from spmd.mesh import Mesh
 from spmd.tracebacks import api_boundary
 
-__all__ = ["LOCK", "Save", "meshes_in", "save"]
+__all__ = ["LOCK", "Save", "is_of_save", "meshes_in", "save"]
 
 LOCK = "save.lock"
 _OURS = re.compile(r"(data|part|probe|new)-[0-9a-f]{16}(-.*)?(\.safetensors|\.json)?")
 """The names of the files that a save makes besides the manifest and the lock."""
+
+
+def is_of_save(name: str) -> bool:
+    """Whether a file without a manifest that names it may be what a save has left."""
+    return name == LOCK or _OURS.fullmatch(name) is not None
 
 
 @api_boundary
