@@ -348,14 +348,13 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        shape: Any = getattr(like, "shape", None)
-        is_array = not isinstance(like, type) and shape is not None and hasattr(like, "dtype")
-        if not is_array or tuple(shape) != entry.shape:
+        shape = _shape_of(like)
+        if shape != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
                 got=f"{describe(like)} for a leaf of shape {list(entry.shape)}",
-                need="the shape that was saved" if is_array else "an array, or a spmd.ShapeDtypeStruct",
+                need="the shape that was saved" if shape is not None else "an array, or a spmd.ShapeDtypeStruct",
                 mend="a P or a balanced layout fits any shape; names= leaves this leaf out",
             )
         for kind in type(like).__mro__:
@@ -411,6 +410,12 @@ class _Loading:
 def _digest(layouts: Mapping[str, Layout]) -> str:
     texts = {layout: repr(layout) for layout in layouts.values()}
     return hashlib.sha256(repr(sorted((name, texts[x]) for name, x in layouts.items())).encode()).hexdigest()
+
+
+def _shape_of(x: Any) -> tuple[int, ...] | None:
+    """The shape of an array, or of what stands for one; None of anything else."""
+    is_array = not isinstance(x, type) and hasattr(x, "dtype") and hasattr(x, "shape")
+    return tuple(x.shape) if is_array else None
 
 
 class _Leaf:

@@ -25,7 +25,7 @@ from spmd.io.files import Lock, remove, remove_folder, write_file
 from spmd.io.loading import load
 from spmd.io.manifest import MANIFEST
 from spmd.io.members import Members, members_of
-from spmd.io.saving import LOCK, Save, is_of_save, meshes_in
+from spmd.io.saving import LOCK, Save, is_foreign, is_of_save, meshes_in
 from spmd.mesh import WORKER
 from spmd.settings import setting
 from spmd.tracebacks import api_boundary
@@ -194,6 +194,8 @@ class CheckpointManager:
 def _remove_folder(folder: Path) -> None:
     """Remove the checkpoint of a step, unless it is locked. Without its manifest it is none any more. Files that no
     save has made stay, and the folder with them."""
+    if is_foreign(folder / MANIFEST):
+        return
     try:
         lock = Lock(folder / LOCK)
     except (CheckpointError, OSError):

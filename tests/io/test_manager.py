@@ -235,14 +235,17 @@ def test_folders_of_others_stay(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     (tmp_path / "step-9").write_text("a file")
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "manifest.json").write_text('{"name": "of another program"}')
     spmd.save(tmp_path / "step-0012", 1)
     before = sorted(tmp_path.rglob("*"))
     checkpoints = spmd.io.CheckpointManager(tmp_path, max_to_keep=1)
-    assert checkpoints.latest() is None
     for step in (1, 2):
         checkpoints.save(step, step, wait=True)
-    assert checkpoints.all_steps() == [2]
-    assert sorted(tmp_path.rglob("*")) == sorted([*before, *(tmp_path / "step-2").rglob("*"), tmp_path / "step-2"])
+    assert checkpoints.latest() == 2
+    assert not (tmp_path / "step-1" / "manifest.json").exists()
+    assert all(f.exists() for f in before)
+    assert {f for f in {*tmp_path.rglob("*")} - {*before} if f.parent.name != "step-2"} == {tmp_path / "step-2"}
 
 
 def test_a_folder_that_is_locked_stays(tmp_path):
