@@ -32,6 +32,7 @@ __all__ = [
     "make_folder",
     "make_folder_for",
     "remove",
+    "remove_folder",
     "rename",
     "replace_file",
     "write_file",
@@ -126,6 +127,12 @@ def remove(paths: Iterable[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, if it is empty."""
+    with suppress(OSError):
+        os.rmdir(path)
 
 
 class StreamWriter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from spmd.errors import CheckpointError, describe, nearest
 from spmd.io.container import stored_as
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members, members_of
+from spmd.io.patterns import Patterns
 from spmd.io.reading import open_checkpoint
 from spmd.io.states import StateHandler, array_of_kind, handler_of
 from spmd.io.structs import ShapeDtypeStruct
@@ -82,7 +82,7 @@ def load(
     structs: list[Any] = []
     map_leaves(like, lambda _, x: _note_meshes(x, meshes, structs))
     _check_options(like, specs, mesh, rename)
-    patterns = _patterns(names)
+    patterns = None if names is None else Patterns(_WHERE, names)
     if specs is not None or structs:
         mesh = mesh_for(mesh, _WHERE)
         meshes.append(mesh)
@@ -132,18 +132,6 @@ def _check_options(like: Any, specs: Any, mesh: Any, rename: Any) -> None:
         )
 
 
-def _patterns(names: Any) -> tuple[str, ...] | None:
-    """The patterns of names as a tuple; None: all names."""
-    if names is None or isinstance(names, str):
-        return names if names is None else (names,)
-    patterns = tuple(names) if isinstance(names, Iterable) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise CheckpointError.at(
-            _WHERE, argument="names", got=describe(names), need="a pattern or several", mend='names=["params.*"]'
-        )
-    return patterns
-
-
 class _Loading:
     """One call of `load`."""
 
@@ -152,7 +140,7 @@ class _Loading:
         path: Path,
         members: Members,
         mesh: Mesh | None,
-        patterns: tuple[str, ...] | None,
+        patterns: Patterns | None,
         rename: Rename | None,
         strict: bool,
         convert: bool,
@@ -236,7 +224,7 @@ class _Loading:
 
     def is_selected(self, name: str) -> bool:
         """Whether the caller wants what has this name in the checkpoint."""
-        return self.patterns is None or any(_fits(name, pattern) for pattern in self.patterns)
+        return self.patterns is None or self.patterns.fit(name)
 
     # Without `like`
 
@@ -244,7 +232,7 @@ class _Loading:
         node = self.reader.manifest.tree
         if self.patterns is not None:
             chosen = [name for name in self.leaves if self.is_selected(name)]
-            self._check_patterns(chosen)
+            self._check_patterns(self.patterns, chosen)
             node = {"dict": [[name, self.leaves[name]] for name in chosen]}
         wanted = decoded(node, lambda leaf: _Leaf(self.reader.manifest.arrays[leaf["array"]], leaf.get("kind", "")))
         spec_of: dict[int, Spec] = {}
@@ -260,16 +248,16 @@ class _Loading:
         array = self.reader.read(leaf.entry)
         return array[()] if leaf.kind == "scalar" else array
 
-    def _check_patterns(self, chosen: list[str]) -> None:
-        for pattern in self.patterns or ():
-            if not any(_fits(name, pattern) for name in chosen):
-                raise CheckpointError.at(
-                    _WHERE,
-                    argument="names",
-                    got=f"{pattern!r}, which fits none of {some(self.leaves)}",
-                    need="patterns of names of the checkpoint, such as 'params.*'",
-                    mend="spmd.io.inspect(path) lists the names",
-                )
+    def _check_patterns(self, patterns: Patterns, chosen: Iterable[str]) -> None:
+        idle = patterns.idle(chosen)
+        if idle is not None:
+            raise CheckpointError.at(
+                _WHERE,
+                argument="names",
+                got=f"{idle!r}, which fits none of {some(self.leaves)}",
+                need="patterns of names of the checkpoint, such as 'params.*'",
+                mend="spmd.io.inspect(path) lists the names",
+            )
 
     def _put(self, entry: ArrayEntry, spec: Spec, dtype: np.dtype, mesh: Mesh | None = None) -> PartitionedArray:
         mesh = mesh_for(mesh or self.mesh, _WHERE)
@@ -324,7 +312,8 @@ class _Loading:
         missing = [name for name in wanted if self.rename(name) not in self.leaves]
         unexpected = [name for name in self.leaves if name not in renamed and self.is_selected(name)]
         if not missing and not unexpected:
-            self._check_patterns([*renamed])
+            if self.patterns is not None:
+                self._check_patterns(self.patterns, renamed)
             return
         got = []
         if missing:
@@ -359,8 +348,8 @@ class _Loading:
 
     def array(self, name: str, entry: ArrayEntry, like: Any) -> Any:
         """An array of the checkpoint as `like`."""
-        shape = None if isinstance(like, type) or not hasattr(like, "dtype") else getattr(like, "shape", None)
-        if shape is None or tuple(shape) != entry.shape:
+        shape = _shape_of(like)
+        if shape != entry.shape:
             raise CheckpointError.at(
                 _WHERE,
                 argument=f"like, the leaf {name!r}",
@@ -423,8 +412,10 @@ def _digest(layouts: Mapping[str, Layout]) -> str:
     return hashlib.sha256(repr(sorted((name, texts[x]) for name, x in layouts.items())).encode()).hexdigest()
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)  # names may have brackets
+def _shape_of(x: Any) -> tuple[int, ...] | None:
+    """The shape of an array, or of what stands for one; None of anything else."""
+    is_array = not isinstance(x, type) and hasattr(x, "dtype") and hasattr(x, "shape")
+    return tuple(x.shape) if is_array else None
 
 
 class _Leaf:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import operator
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -21,11 +20,11 @@ from threading import Thread
 from typing import Any
 
 from spmd.errors import CheckpointError, CorruptCheckpointError, describe, user_stacklevel
-from spmd.io.files import Lock, remove, write_file
+from spmd.io.files import Lock, remove, remove_folder, write_file
 from spmd.io.loading import load
 from spmd.io.manifest import MANIFEST, step_folders
 from spmd.io.members import Members, members_of
-from spmd.io.saving import LOCK, Save, meshes_in
+from spmd.io.saving import LOCK, Save, is_foreign, is_of_save, meshes_in
 from spmd.mesh import WORKER
 from spmd.settings import setting
 from spmd.tracebacks import api_boundary
@@ -40,18 +39,18 @@ class CheckpointManager:
 
         manager = spmd.io.CheckpointManager("run", max_to_keep=3)
         state = {"params": params, "optimizer": optimizer.init(params)}
-        start = 0
+        done = 0
         if manager.latest() is not None:
-            state, start = manager.restore(like=state), manager.latest() + 1
-        for step in range(start, 1000):
+            state, done = manager.restore(like=(state, done))
+        for step in range(done, 1000):
             state = train_step(state)
             if step % 100 == 0:
-                manager.save(step, state)
+                manager.save(step, (state, step + 1))
         manager.wait()
 
     directory: made by the first save. max_to_keep: how many of the newest steps are kept, None for all. keep_every:
     steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too. A `with manager:`
-    ends with `wait()`.
+    ends with `wait()`. Folders of these names that hold other files and no checkpoint are left alone.
     Raises CheckpointError for a number that is not positive.
     """
 
@@ -126,14 +125,19 @@ class CheckpointManager:
         Raises CheckpointError if there is none, and what `spmd.load` raises.
         """
         where = "CheckpointManager.restore"
-        steps = self._steps(members := members_of(where, meshes_in(like)))
-        if step is not None:
-            steps = [number for number in steps if number == _step_number(where, step)]
-        for number in reversed(steps):
+        members = members_of(where, meshes_in(like))
+        steps = self._steps(members, where, step)
+        while steps:
+            number = steps.pop()
             try:
                 return load(self.directory / f"step-{number}", like, **options)
-            except CorruptCheckpointError as error:
-                if step is not None:
+            except CheckpointError as error:
+                # The program that saves may be another one, which has removed this step while it was read.
+                still = self._steps(members, where, step)
+                if number not in still:
+                    steps = still
+                    continue
+                if step is not None or not isinstance(error, CorruptCheckpointError):
                     raise
                 if members.is_first:
                     warnings.warn(f"step {number} is skipped: {error}", RuntimeWarning, user_stacklevel())
@@ -145,22 +149,24 @@ class CheckpointManager:
             mend="manager.latest() is None where there is none; manager.all_steps() lists them",
         )
 
-    def _steps(self, members: Members) -> list[int]:
+    def _steps(self, members: Members, where: str = "", step: int | None = None) -> list[int]:
+        """The steps of which there is a checkpoint, or of these only one, if it is one."""
         self._complete(members)
-        return members.together(lambda: [*step_folders(self.directory)] if members.is_first else [])[0]
+        steps = members.together(lambda: [*step_folders(self.directory)] if members.is_first else [])[0]
+        return steps if step is None else [number for number in steps if number == _step_number(where, step)]
 
     def _complete(self, members: Members) -> None:
         """Wait for the saves that go on, begun in bodies or outside; raise their error on all members."""
-        worker = _worker()
-        running = {k: save for k, save in [*self._running.items()] if worker is None or k in (None, worker)}
-        if not running:
+        if not self._running:
             return
         # All members have got here, so the threads of all have been started: virtual workers may share one thread.
-        # And all have seen what goes on, before one of them forgets it.
+        # All workers of a process see the same saves, also those of a body on a larger mesh, until all have finished.
         members.share(None)
-        for k in running:
-            self._running.pop(k, None)
-        members.together(lambda: _finish_all(running.values()))
+        running = sorted(self._running.items(), key=lambda item: item[0] != _worker())
+        try:
+            members.together(lambda: _finish_all(save for _, save in running))
+        finally:
+            self._running.clear()
 
     def _commit(self, saving: Save, number: int) -> None:
         saving.commit()
@@ -178,19 +184,24 @@ class CheckpointManager:
     def _remove_unfinished(self) -> None:
         """Remove what saves of dead programs have left: folders without a manifest that nobody has locked."""
         for folder in step_folders(self.directory, committed=False).values():
-            _remove_folder(folder)
+            with suppress(OSError):  # what cannot be listed stays
+                if all(map(is_of_save, os.listdir(folder))):
+                    _remove_folder(folder)
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove the checkpoint of a step, unless it is locked. Without its manifest it is none any more."""
+    """Remove the checkpoint of a step, unless it is locked. Without its manifest it is none any more. Files that no
+    save has made stay, and the folder with them."""
+    if is_foreign(folder / MANIFEST):
+        return
     try:
         lock = Lock(folder / LOCK)
     except (CheckpointError, OSError):
         return
     try:
         remove([folder / MANIFEST])
-        with suppress(OSError):
-            shutil.rmtree(folder)
+        remove(folder / name for name in os.listdir(folder) if is_of_save(name))
+        remove_folder(folder)
     finally:
         lock.release()
 

@@ -199,7 +199,7 @@ def _unreadable(path: Path, got: str) -> CorruptCheckpointError:
     )
 
 
-_STEP = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_folders(directory: Path, *, committed: bool = True) -> dict[int, Path]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from spmd.autodiff.staging.together import RECORDING
 from spmd.errors import CheckpointError, JitError
 from spmd.mesh import WORKER, Mesh, Worker, current_mesh
 from spmd.transport.call import Call
@@ -175,14 +176,14 @@ class _Workers(Members):
 def members_of(where: str, meshes: Iterable[Mesh], *, alone: bool = False) -> Members:
     """The members of a call. meshes: those of its arrays. alone: outside of bodies this process by itself."""
     worker = WORKER.get()
+    if RECORDING.get() is not None or (worker is not None and worker.program is not None):
+        raise JitError.at(
+            where,
+            got="a call within spmd.jit",
+            need="a function that runs each time: a file is written or read at each call",
+            mend="call it outside of the function that is jitted",
+        )
     if worker is not None:
-        if worker.program is not None:
-            raise JitError.at(
-                where,
-                got="a call within spmd.jit",
-                need="a body that runs each time: a file is written or read at each call",
-                mend="call it outside of the function that is jitted",
-            )
         return _Workers(where, worker)
     if alone:
         return Members(where)

@@ -31,11 +31,16 @@ from spmd.layout import Box
 from spmd.mesh import Mesh
 from spmd.tracebacks import api_boundary
 
-__all__ = ["LOCK", "Save", "meshes_in", "save"]
+__all__ = ["LOCK", "Save", "is_foreign", "is_of_save", "meshes_in", "save"]
 
 LOCK = "save.lock"
 _OURS = re.compile(r"(data|part|probe|new)-[0-9a-f]{16}(-.*)?(\.safetensors|\.json)?")
 """The names of the files that a save makes besides the manifest and the lock."""
+
+
+def is_of_save(name: str) -> bool:
+    """Whether a file without a manifest that names it may be what a save has left."""
+    return name == LOCK or _OURS.fullmatch(name) is not None
 
 
 @api_boundary
@@ -216,13 +221,18 @@ class Save:
             self._lock = None
 
 
-def _check_not_foreign(where: str, path: Path) -> None:
-    """Raise for a manifest of another program, which the save would replace."""
+def is_foreign(path: Path) -> bool:
+    """Whether a file with the name of a manifest is one of another program. A damaged one is not."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # there is none, or a damaged one, which may be replaced
-        return
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    except (OSError, ValueError, RecursionError):
+        return False
+    return not isinstance(content, dict) or content.get("format") != FORMAT
+
+
+def _check_not_foreign(where: str, path: Path) -> None:
+    """Raise for a manifest of another program, which the save would replace."""
+    if is_foreign(path):
         raise CheckpointError.at(
             where,
             argument="path",

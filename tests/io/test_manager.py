@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from launch import PROGRAMS, each_mpi, launch, run_python
 import spmd
 from spmd import P
 from spmd.errors import CheckpointError, CorruptCheckpointError
-from spmd.io import files, manager
+from spmd.io import files, loading, manager, reading
 from spmd.io.saving import Save
 
 
@@ -131,6 +132,31 @@ def test_damaged_steps_are_skipped_with_a_warning(tmp_path):
             checkpoints.restore(1, {"v": like["w"]})  # what does not fit is no damage
 
 
+def test_a_step_that_another_program_removes_meanwhile_is_no_damage(tmp_path, monkeypatch, recwarn):
+    """Before it is opened, and while it is read."""
+    checkpoints = spmd.io.CheckpointManager(tmp_path, max_to_keep=1)
+    read, opened, moments = reading.Reader.read, loading.open_checkpoint, ["opened", "read"]
+    checkpoints.save(0, np.zeros(3), wait=True)
+
+    def saving(moment, call):
+        def then(*args):
+            if moments and moments[0] == moment:
+                moments.pop(0)
+                number = 2 - len(moments)
+                spmd.io.CheckpointManager(tmp_path, max_to_keep=1).save(number, np.zeros(3) + number, wait=True)
+            return call(*args)
+
+        return then
+
+    monkeypatch.setattr(loading, "open_checkpoint", saving("opened", opened))
+    monkeypatch.setattr(reading.Reader, "read", saving("read", read))
+    assert checkpoints.restore().tolist() == [2, 2, 2]
+    assert not moments
+    assert not recwarn.list
+    with pytest.raises(CheckpointError, match="no step 1"):
+        checkpoints.restore(1)
+
+
 def test_leftovers_of_a_dead_program_are_removed(tmp_path):
     """A program that is killed in the background leaves a folder without a manifest."""
     program = (
@@ -180,6 +206,46 @@ def test_in_bodies(tmp_path, scheduler):
         result = spmd.map(body, in_specs=P("x"), out_specs=P("x"))(x).numpy()
     np.testing.assert_array_equal(result, np.tile(x.reshape(3, 2).sum(0) + 3, 3))
     assert steps_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
+def test_in_bodies_on_meshes_of_several_sizes(tmp_path, scheduler, monkeypatch):
+    """What a worker saved that a later mesh lacks is completed with the rest."""
+    write = Save.write
+    monkeypatch.setattr(Save, "write", lambda self: (time.sleep(0.05), write(self)))
+    checkpoints = spmd.io.CheckpointManager(tmp_path, max_to_keep=None)
+
+    def body(saves: bool):
+        steps = checkpoints.all_steps()
+        if saves:
+            checkpoints.save(len(steps), {"n": len(steps)})
+        return np.float64(len(steps))
+
+    counts = []
+    for size, saves in ((4, True), (2, False), (4, True), (1, True), (3, False), (2, True)):
+        with spmd.Mesh(x=size, scheduler=scheduler):
+            counts.append(float(spmd.map(partial(body, saves), in_specs=(), out_specs=P())()))
+    assert counts == [0, 1, 1, 2, 3, 3]
+    assert checkpoints.all_steps() == [0, 1, 2, 3]
+
+
+def test_folders_of_others_stay(tmp_path):
+    """No checkpoint, but the name of one: also where names of steps are removed."""
+    for name in ("step-1", "step-007", "step-x", "step-5.bak", "step-\u0663", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    (tmp_path / "step-9").write_text("a file")
+    (tmp_path / "step-0").mkdir()
+    (tmp_path / "step-0" / "manifest.json").write_text('{"name": "of another program"}')
+    spmd.save(tmp_path / "step-0012", 1)
+    before = sorted(tmp_path.rglob("*"))
+    checkpoints = spmd.io.CheckpointManager(tmp_path, max_to_keep=1)
+    for step in (1, 2):
+        checkpoints.save(step, step, wait=True)
+    assert checkpoints.latest() == 2
+    assert not (tmp_path / "step-1" / "manifest.json").exists()
+    assert all(f.exists() for f in before)
+    assert {f for f in {*tmp_path.rglob("*")} - {*before} if f.parent.name != "step-2"} == {tmp_path / "step-2"}
 
 
 def test_a_folder_that_is_locked_stays(tmp_path):

@@ -473,6 +473,13 @@ MISTAKES = [
             for name, x, got, need, mend in (
                 ("sparse", lambda: torch.eye(3).to_sparse(), "torch.sparse_coo", "a dense tensor", "x.to_dense()"),
                 (
+                    "nested",
+                    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+                    "a nested tensor",
+                    "a dense tensor",
+                    "x.unbind()",
+                ),
+                (
                     "quantized",
                     lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
                     "a quantized tensor",

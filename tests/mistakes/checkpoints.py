@@ -151,6 +151,16 @@ def jitted() -> Any:
     return spmd.jit(spmd.map(lambda x: spmd.save("unused", {"x": x}), D, None))(EVEN)
 
 
+def jitted_outside(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Within a function of global arrays: what is called there happens once, and not at each call."""
+
+    def step(x: Any) -> Any:
+        call()
+        return x
+
+    return lambda: spmd.jit(step)(spmd.put(EVEN, D))
+
+
 def differentiated() -> Any:
     def loss(w):
         spmd.save("unused", {"x": w})
@@ -251,7 +261,14 @@ SAVING = [
             "return it from the map",
         ),
         ("a value that is differentiated", differentiated, CheckpointError, LEAF, "is differentiated", "", "stop_grad"),
-        ("a save within spmd.jit", jitted, JitError, SAVE, "within spmd.jit", "each time", "outside of the function"),
+        *(
+            (f"{what} within spmd.jit", call, JitError, where, "within spmd.jit", "each time", "outside of the func")
+            for what, call, where in (
+                ("a save", jitted, SAVE),
+                ("a save of a number", jitted_outside(lambda: spmd.save("unused", 1)), SAVE),
+                ("a load", jitted_outside(lambda: spmd.load("unused")), LOAD),
+            )
+        ),
     )
 ]
 

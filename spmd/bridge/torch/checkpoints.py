@@ -103,7 +103,10 @@ def _fault(x: torch.Tensor) -> tuple[str, str, str] | None:
     if is_wrapped(x):
         return "a tensor inside a transformation of torch.func", "a tensor with values", "save outside of it"
     if x.is_nested or x.layout != torch.strided:
-        return f"a tensor of {x.layout}", "a dense tensor", "x.to_dense(), or its indices and values"
+        got, mend = f"a tensor of {x.layout}", "x.to_dense(), or its indices and values"
+        if x.is_nested:
+            got, mend = "a nested tensor", "x.to_padded_tensor(0.0), or a list of its parts: x.unbind()"
+        return got, "a dense tensor", mend
     if x.is_quantized:
         return f"a quantized tensor of {x.dtype}", "numbers", "x.dequantize(), or x.int_repr() and its scale"
     if x.device.type == "meta":
