@@ -135,7 +135,23 @@ def remove_folder(path: Path) -> None:
         os.rmdir(path)
 
 
-class StreamWriter:
+class _OpenFile:
+    """A file that is open by its number."""
+
+    _file = -1
+
+    def finish(self) -> None:
+        """Flush the file, and close it."""
+        flush(self._file)
+        self.close()
+
+    def close(self) -> None:
+        file, self._file = self._file, -1  # first, since no number may be closed twice: it could be another file's
+        if file >= 0:
+            os.close(file)
+
+
+class StreamWriter(_OpenFile):
     """A new file that is written from beginning to end, with the checksums of its chunks."""
 
     def __init__(self, path: Path):
@@ -168,16 +184,10 @@ class StreamWriter:
         """Flush the file, and close it."""
         if self.nbytes % CHUNK:
             self._end_chunk()
-        flush(self._file)
-        self.close()
-
-    def close(self) -> None:
-        file, self._file = self._file, -1  # first, since no number may be closed twice: it could be another file's
-        if file >= 0:
-            os.close(file)
+        super().finish()
 
 
-class PlacedWriter:
+class PlacedWriter(_OpenFile):
     """A file of which several processes write places of their own. size: that of a new file; None: it is there."""
 
     def __init__(self, path: Path, size: int | None = None):
@@ -196,18 +206,8 @@ class PlacedWriter:
             n = os.pwrite(self._file, view[: 1 << 30], start)
             view, start = view[n:], start + n
 
-    def finish(self) -> None:
-        """Flush the file, and close it."""
-        flush(self._file)
-        self.close()
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-class ChunkReader:
+class ChunkReader(_OpenFile):
     """A file that is read by chunks. A chunk whose checksum is another one raises CorruptCheckpointError.
 
     checksums: None: the file has none. chunks: the numbers of the chunks that were read, for tests and reports.
@@ -287,9 +287,7 @@ class ChunkReader:
         return damaged
 
     def close(self) -> None:
-        file, self._file = self._file, -1  # first, since no number may be closed twice: it could be another file's
-        if file >= 0:
-            os.close(file)
+        super().close()
         self._kept.clear()
 
 

@@ -65,8 +65,8 @@ class Members:
         return [value]
 
     def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """The members that hold what these workers of a mesh hold."""
-        return (0,)
+        """The members that hold what these workers of a mesh hold: each has one of them, or one member has all."""
+        return tuple(sorted(workers)) if self.size > 1 else (0,)
 
     def describe(self, member: int) -> str:
         """A member in messages."""
@@ -144,9 +144,6 @@ class _Processes(Members):
         shared = self.mesh.transport.share({self.own: value})
         return [shared[w] for w in range(self.size)]
 
-    def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(workers))
-
     def describe(self, member: int) -> str:
         return f"the process of {self.mesh.describe(member)}"
 
@@ -165,9 +162,6 @@ class _Workers(Members):
         call = Call(self.where, axes, text.dtype, text.shape, same_shape=None, frame=sys._getframe())
         texts = worker.comm.all_gather(worker.group(axes), call, text).wait()
         return [json.loads(bytes(t)) for t in texts]
-
-    def holders(self, workers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(workers))
 
     def describe(self, member: int) -> str:
         return self.worker.mesh.describe(member)
