@@ -9,7 +9,7 @@ from typing import NamedTuple
 from spmd.errors import LayoutError
 from spmd.layout import Box, Layout
 
-__all__ = ["Move", "plan"]
+__all__ = ["Move", "overlap", "plan"]
 
 
 class Move(NamedTuple):
@@ -20,7 +20,7 @@ class Move(NamedTuple):
     box: Box
 
 
-def _overlap(a: Box, b: Box) -> Box | None:
+def overlap(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes; None if it is empty."""
     box = tuple((max(p, r), min(q, s)) for (p, q), (r, s) in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
@@ -47,7 +47,7 @@ def plan(source: Layout, target: Layout) -> tuple[Move, ...]:
     load = [0] * source.size
     for t, target_box in enumerate(target.boxes):
         for workers in source.holders.values():
-            shared = _overlap(source.boxes[workers[0]], target_box)
+            shared = overlap(source.boxes[workers[0]], target_box)
             if shared is None or target.positions(t) is None:
                 continue
             if source.copies == "varying":

@@ -20,16 +20,17 @@ import numpy as np
 
 from spmd.errors import CheckpointError, describe
 from spmd.io.agreement import Contents
+from spmd.io.boxes import flat_index, slices_within, volume, whole_box
 from spmd.io.container import exported_as, header
 from spmd.io.files import Lock, PlacedWriter, flush_folder, make_folder_for, remove, rename, replace_file
 from spmd.io.manifest import MANIFEST
 from spmd.io.members import Members, members_of
-from spmd.io.reading import common_box, flat_index, slices_within
 from spmd.io.saving import meshes_in
-from spmd.io.sources import Source, whole_box
+from spmd.io.sources import Source
 from spmd.io.trees import json_nodes, some
-from spmd.io.writing import plan_of, slab_boxes, volume
+from spmd.io.writing import plan_of, slab_boxes
 from spmd.layout import Box
+from spmd.plan import overlap
 from spmd.tracebacks import api_boundary
 
 __all__ = ["export"]
@@ -301,7 +302,7 @@ def _write_boxes(file: PlacedWriter, offset: int, source: Source, boxes: list[Bo
     """Write boxes of an array to their places in a whole one, which lies at an offset of the file."""
     dtype = source.dtype.newbyteorder("=")
     for slab in slab_boxes(whole_box(source.shape), dtype.itemsize):
-        parts = [part for box in boxes if (part := common_box(box, slab)) is not None]
+        parts = [part for box in boxes if (part := overlap(box, slab)) is not None]
         if not parts:
             continue
         data = np.empty([stop - start for start, stop in slab], dtype)

@@ -7,19 +7,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from spmd.errors import CheckpointError, CorruptCheckpointError
+from spmd.io.boxes import flat_index, slices_within, whole_box
 from spmd.io.container import checked_dtype, read_header
 from spmd.io.files import CHUNK, ChunkReader
 from spmd.io.manifest import MANIFEST, ArrayEntry, FileEntry, Manifest, Piece
-from spmd.io.sources import whole_box
 from spmd.io.trees import some
 from spmd.layout import Box
+from spmd.plan import overlap
 
-__all__ = ["Reader", "common_box", "flat_index", "open_checkpoint", "read_manifest", "slices_within"]
+__all__ = ["Reader", "open_checkpoint", "read_manifest"]
 
 SLAB_BYTES = 4 << 20
 """What is not wanted as it lies is read in parts of this size."""
@@ -178,7 +178,7 @@ class Reader:
         """The entries of a box, or of all, as a new array. dtype: to convert them to."""
         box = whole_box(entry.shape) if box is None else box
         out = np.empty([stop - start for start, stop in box], entry.dtype)
-        common = {k: c for k, piece in enumerate(entry.pieces) if (c := common_box(piece.box, box)) is not None}
+        common = {k: c for k, piece in enumerate(entry.pieces) if (c := overlap(piece.box, box)) is not None}
         if not _covers(list(common.values()), out.size):
             raise CorruptCheckpointError.at(
                 f"the leaf {entry.name!r}",
@@ -207,12 +207,6 @@ class Reader:
         copy_box(self.file(piece.file), piece.offset, lengths, inside, out)
 
 
-def common_box(one: Box, other: Box) -> Box | None:
-    """The intersection of two boxes; None if it has no entries."""
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
 def _covers(boxes: list[Box], size: int) -> bool:
     """Whether boxes have so many entries in all, and none in common."""
     if sum(math.prod(stop - start for start, stop in box) for box in boxes) != size:
@@ -220,16 +214,10 @@ def _covers(boxes: list[Box], size: int) -> bool:
     active: list[Box] = []
     for box in sorted(boxes):
         active = [other for other in active if other[0][1] > box[0][0]]
-        if any(common_box(box, other) is not None for other in active):
+        if any(overlap(box, other) is not None for other in active):
             return False
         active.append(box)
     return True
-
-
-def slices_within(box: Box, around: Box) -> tuple[Any, ...]:
-    """The slices of a box in an array that has the entries of a box around it."""
-    # The ellipsis keeps an array without dimensions an array.
-    return (*(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True)), ...)
 
 
 def copy_box(file: ChunkReader, offset: int, lengths: tuple[int, ...], box: Box, out: np.ndarray) -> None:
@@ -281,11 +269,3 @@ def _groups(rows: int, nbytes: int) -> Iterator[slice]:
     step = max(1, SLAB_BYTES // max(1, nbytes))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def flat_index(index: list[int], lengths: tuple[int, ...]) -> int:
-    """The place of an entry, last dimension fastest."""
-    at = 0
-    for k, n in zip(index, lengths, strict=True):
-        at = at * n + k
-    return at

@@ -21,10 +21,10 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.errors import CheckpointError
 from spmd.io.agreement import Contents
+from spmd.io.boxes import is_within, slices_within
 from spmd.io.files import Lock, flush_folder, make_folder_for, remove, rename, replace_file, write_file
 from spmd.io.manifest import FORMAT, MANIFEST, FileEntry, Manifest
 from spmd.io.members import Members, members_of
-from spmd.io.sources import is_within, part_of
 from spmd.io.trees import map_leaves
 from spmd.io.writing import array_entries, plan_of, write_files
 from spmd.layout import Box
@@ -163,7 +163,7 @@ class Save:
     def _copy_of(self, name: str, box: Box) -> np.ndarray:
         copies = self._copies[name]
         around = next(own for own in copies if is_within(box, own))
-        return part_of(copies[around], around, box)
+        return copies[around][slices_within(box, around)]
 
     def write(self) -> None:
         """Write and flush this member's files, and a list of them with their checksums."""

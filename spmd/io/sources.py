@@ -17,13 +17,14 @@ from spmd.autodiff.staging.together import check_values
 from spmd.autodiff.tracer import Array
 from spmd.device import to_host
 from spmd.errors import CheckpointError, describe
+from spmd.io.boxes import is_within, slices_within, whole_box
 from spmd.io.container import stored_as
 from spmd.io.members import Members
 from spmd.layout import Box, Layout, offsets
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 
-__all__ = ["SOURCES", "Source", "boxes_of", "source_of", "whole_box"]
+__all__ = ["SOURCES", "Source", "boxes_of", "source_of"]
 
 
 @dataclass
@@ -50,10 +51,6 @@ SOURCES: dict[type, Callable[[Any, str, str, Members], Source]] = {}
 of the leaf, and the members."""
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
-
-
 @lru_cache(maxsize=4096)
 def boxes_of(layout: Layout) -> dict[Box, tuple[int, ...]]:
     """The boxes of a layout that have entries, each with the workers that hold it."""
@@ -63,15 +60,6 @@ def boxes_of(layout: Layout) -> dict[Box, tuple[int, ...]]:
         for place, workers in layout.holders.items()
     }
     return {box: workers for box, workers in boxes.items() if all(stop > start for start, stop in box)}
-
-
-def part_of(block: Any, around: Box, box: Box) -> Any:
-    """The entries of a box that lies within another one, of which `block` has the entries."""
-    return block[tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(box, around, strict=True))]
-
-
-def is_within(box: Box, around: Box) -> bool:
-    return all(lo <= a and b <= hi for (a, b), (lo, hi) in zip(box, around, strict=True))
 
 
 def check_dtype(dtype: np.dtype, where: str, name: str) -> None:
@@ -122,7 +110,7 @@ def _partitioned(x: PartitionedArray, where: str, name: str, members: Members) -
 
     def block(box: Box) -> np.ndarray:
         around = next(own for own in local if is_within(box, own))
-        return to_host(part_of(local[around], around, box))
+        return to_host(local[around][slices_within(box, around)])
 
     return Source(x.shape, x.dtype, text, holders, block)
 
@@ -173,5 +161,11 @@ def bare_source(x: Any, where: str, name: str, members: Members, kind: str = "")
     holders = {box: tuple(range(members.size))} if math.prod(array.shape) else {}
     kind = kind or ("scalar" if isinstance(x, np.generic) else "")
     return Source(
-        array.shape, array.dtype, "", holders, lambda part: to_host(part_of(array, box, part)), members.size > 1, kind
+        array.shape,
+        array.dtype,
+        "",
+        holders,
+        lambda part: to_host(array[slices_within(part, box)]),
+        members.size > 1,
+        kind,
     )

@@ -6,20 +6,20 @@ All members make the same plan from what all know of the arrays. Each writes its
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from spmd.io.boxes import volume
 from spmd.io.container import Stored, header, stored_as
 from spmd.io.files import CHUNK, StreamWriter, checksum, remove
 from spmd.io.manifest import ArrayEntry, FileEntry, Piece
 from spmd.io.sources import Source
 from spmd.layout import Box, block_bounds
 
-__all__ = ["WritePlan", "digest_of_box", "plan_of", "slab_boxes", "slabs", "volume", "write_files"]
+__all__ = ["WritePlan", "digest_of_box", "plan_of", "slab_boxes", "slabs", "write_files"]
 
 FILE_BYTES = 2 << 30
 """No file is longer than this and a header."""
@@ -75,10 +75,6 @@ def _tensor_name(name: str, box: Box, shape: tuple[int, ...], taken: set[str]) -
         tensor += "'"
     taken.add(tensor)
     return tensor
-
-
-def volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
 
 
 def _divided(box: Box, parts: int) -> Iterator[Box]:

@@ -24,11 +24,12 @@ from spmd.bridge.torch.sharded import state_dict
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, local_data, no_overrides, plain, state_of_tensor
 from spmd.errors import CheckpointError, describe
+from spmd.io.boxes import slices_within, whole_box
 from spmd.io.container import dtype_of, stored_as
 from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
-from spmd.io.sources import SOURCES, Source, boxes_of, part_of, whole_box
+from spmd.io.sources import SOURCES, Source, boxes_of
 from spmd.io.states import KINDS, STATES, SavedPart
 from spmd.io.trees import joined, map_leaves
 from spmd.layout import Box, Layout
@@ -167,7 +168,7 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
 
 def _part(local: torch.Tensor, around: Box, box: Box) -> np.ndarray:
     with no_overrides():
-        return _array(part_of(local, around, box))
+        return _array(local[slices_within(box, around)])
 
 
 def _holders(layout: Layout, mesh: Mesh, members: Members) -> dict[Box, tuple[int, ...]]:
