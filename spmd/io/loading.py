@@ -460,12 +460,6 @@ class _Part:
         return saved in self.loading.nodes and self.loading.is_selected(saved)
 
     def tree(self, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
-        reader = self.loading.reader
-
-        def leaf(node: Any) -> Any:
-            entry, kind = reader.manifest.arrays[node["array"]], node.get("kind", "")
-            return array(entry, kind) if array is not None else array_of_kind(kind, reader.read(entry))
-
         if not self.is_there:
             raise CheckpointError.at(
                 _WHERE,
@@ -474,18 +468,23 @@ class _Part:
                 need="the state as spmd.save wrote it",
                 mend="rename= gets the name of the object too",
             )
-        return decoded(self.loading.nodes[self._saved_name], leaf)
+        return self._decoded(self._saved_name, array)
 
     def read(self, name: str, like: Any) -> Any:
         return self.loading.leaf(self.full_name(name), like)
 
     def value(self, name: str) -> Any:
+        return self._decoded(self.loading.rename(self.full_name(name)))
+
+    def _decoded(self, saved: str, array: Callable[[ArrayEntry, str], Any] | None = None) -> Any:
+        """The node of a name in the checkpoint, with the arrays that `array` makes, by default whole ones."""
         reader = self.loading.reader
 
         def leaf(node: Any) -> Any:
-            return array_of_kind(node.get("kind", ""), reader.read(reader.manifest.arrays[node["array"]]))
+            entry, kind = reader.manifest.arrays[node["array"]], node.get("kind", "")
+            return array(entry, kind) if array is not None else array_of_kind(kind, reader.read(entry))
 
-        return decoded(self.loading.nodes[self.loading.rename(self.full_name(name))], leaf)
+        return decoded(self.loading.nodes[saved], leaf)
 
     def block(self, entry: ArrayEntry, layout: Layout | None = None, index: int = 0) -> np.ndarray:
         return self.loading.reader.read(entry, None if layout is None else layout.boxes[index])

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -88,19 +89,16 @@ class CheckpointManager:
         if members.is_first:
             self._remove_unfinished()
         saving = Save(self.directory / f"step-{number}", tree, metadata, members)
+        commit = partial(self._commit, saving, number)
         if wait:
-            try:
-                members.together(saving.write, saving.abandon)
-                members.together(lambda: self._commit(saving, number), saving.clean)
-            finally:
-                saving.release()
+            saving.run(commit)
             return
         try:
             saving.copy_blocks()
         except BaseException:
             saving.clean()
             raise
-        self._running[_worker()] = _Background(saving, lambda: self._commit(saving, number), f"step {number}")
+        self._running[_worker()] = _Background(saving, commit, f"step {number}")
 
     def wait(self) -> None:
         """Complete the save that goes on, if there is one. Raises its error on all processes if it failed."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -67,11 +68,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
     """
     members = members_of("spmd.save", meshes_in(tree))
     saving = Save(path, tree, metadata, members)
-    try:
-        members.together(saving.write, saving.abandon)
-        members.together(saving.commit, saving.clean)
-    finally:
-        saving.release()
+    saving.run(saving.commit)
 
 
 def meshes_in(tree: Any) -> list[Mesh]:
@@ -85,7 +82,8 @@ class Save:
     """One save: everything is known and agreed upon, and nothing is written yet.
 
     What follows is `write` by every member, or `abandon` if one of them fails; when all have written, `commit` by every
-    member, of which the first does something; `clean` if it fails; and `release`. None of these communicates.
+    member, of which the first does something; `clean` if it fails; and `release`. None of these communicates. `run`
+    does it all, and is collective.
     """
 
     def __init__(self, path: str | os.PathLike[str], tree: Any, metadata: Any, members: Members):
@@ -150,6 +148,14 @@ class Save:
                 need="a folder on a file system that all hosts share",
                 mend="save to such a file system, by an absolute path",
             )
+
+    def run(self, commit: Callable[[], None]) -> None:
+        """Write and commit, together with the other members. commit: `commit`, and what else goes with it."""
+        try:
+            self.members.together(self.write, self.abandon)
+            self.members.together(commit, self.clean)
+        finally:
+            self.release()
 
     def copy_blocks(self) -> None:
         """Copy what this member writes: from now on the arrays of the tree may change."""

@@ -1,4 +1,4 @@
-"""Random trees, saved on a mesh and loaded on another one: equal to the bit, and no chunk is read in vain."""
+"""Random trees, saved on a mesh and loaded on another: equal to the bit, and only the chunks that are needed are read."""
 
 from __future__ import annotations
 

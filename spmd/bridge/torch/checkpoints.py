@@ -116,7 +116,7 @@ def _fault(x: torch.Tensor) -> tuple[str, str, str] | None:
 
 
 def _check_state(x: Any, where: str, argument: str) -> None:
-    """Raise if a tensor differs between workers, or is a block that cannot be told of here."""
+    """Raise if a tensor differs between workers, or is a block and its other workers are not here."""
     axes = ", ".join(map(repr, sorted(state_of_tensor(x).varying | getattr(x, "state", INVARIANT).varying)))
     if WORKER.get() is not None and axes:
         raise CheckpointError.at(
