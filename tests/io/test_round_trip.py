@@ -1,4 +1,4 @@
-"""Random trees, saved on a mesh and loaded on another: equal to the bit, and only the chunks that are needed are read."""
+"""Random trees, saved on a mesh and loaded on another: equal to the bit. Only chunks that are needed are read."""
 
 from __future__ import annotations
 
