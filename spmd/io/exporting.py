@@ -175,13 +175,7 @@ class _Export:
         try:
             return PlacedWriter(self._temporary(k))
         except FileNotFoundError:
-            raise CheckpointError.at(
-                _WHERE,
-                argument="path",
-                got=f"{self.folder}, in which {self.members.describe(0)} made a file that this one does not see",
-                need="a folder on a file system that all hosts share",
-                mend="export to such a file system, by an absolute path",
-            ) from None
+            raise self.members.unseen(self.folder, "export") from None
 
     def commit(self) -> None:
         """By the first member, when all have written: give the files their names."""

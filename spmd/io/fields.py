@@ -277,12 +277,7 @@ class _Fields:
     def see(self) -> None:
         """Raise unless this member sees what the first one has made."""
         if not self.temporary.exists():
-            self._refuse(
-                "path",
-                f"{self.target.parent}, in which {self.members.describe(0)} made a file that this one does not see",
-                "a folder on a file system that all hosts share",
-                "write to such a file system, by an absolute path",
-            )
+            raise self.members.unseen(self.target.parent, "write")
 
     def write(self) -> None:
         """Write the entries. Collective."""

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,6 +72,16 @@ class Members:
     def describe(self, member: int) -> str:
         """A member in messages."""
         return "this process"
+
+    def unseen(self, folder: Path, verb: str) -> CheckpointError:
+        """The error of a member that does not see what the first one has made in a folder."""
+        return CheckpointError.at(
+            self.where,
+            argument="path",
+            got=f"{folder}, in which {self.describe(0)} made a file that this one does not see",
+            need="a folder on a file system that all hosts share",
+            mend=f"{verb} to such a file system, by an absolute path",
+        )
 
     def together(self, step: Callable[[], Value], undo: Callable[[], None] = _nothing) -> list[Value]:
         """The results of a step, JSON, of all members. Collective.

@@ -24,7 +24,7 @@ from spmd.layout import Box, Layout, offsets
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 
-__all__ = ["SOURCES", "Source", "boxes_of", "source_of"]
+__all__ = ["SOURCES", "Source", "boxes_of", "layout_text", "replica", "source_of"]
 
 
 @dataclass
@@ -101,7 +101,7 @@ def _partitioned(x: PartitionedArray, where: str, name: str, members: Members) -
             need="one value",
             mend="spmd.accumulate adds such copies",
         )
-    text = str(layout.spec) if layout.spec is not None else repr(layout)
+    text = layout_text(layout)
     if layout.unreduced:
         x, text = x.reduced, f"{text}, reduced on saving"
         layout = x.layout
@@ -152,20 +152,24 @@ def _refuse(x: Any, where: str, name: str) -> None:
     )
 
 
-def bare_source(x: Any, where: str, name: str, members: Members, kind: str = "") -> Source:
-    """The source of an array that every member has. Empty arrays have no boxes."""
+def bare_source(x: Any, where: str, name: str, members: Members) -> Source:
+    """The source of an array of NumPy or CuPy that every member has."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype") or isinstance(x, str | bytes):
         _refuse(x, where, name)
     array = admit(x, where, f"tree, the leaf {name!r}", error=CheckpointError, need="arrays, numbers, strings or None")
     box = whole_box(array.shape)
-    holders = {box: tuple(range(members.size))} if math.prod(array.shape) else {}
-    kind = kind or ("scalar" if isinstance(x, np.generic) else "")
-    return Source(
-        array.shape,
-        array.dtype,
-        "",
-        holders,
-        lambda part: to_host(array[slices_within(part, box)]),
-        members.size > 1,
-        kind,
-    )
+    kind = "scalar" if isinstance(x, np.generic) else ""
+    return replica(array.shape, array.dtype, lambda part: to_host(array[slices_within(part, box)]), members, kind)
+
+
+def replica(
+    shape: tuple[int, ...], dtype: np.dtype, block: Callable[[Box], np.ndarray], members: Members, kind: str
+) -> Source:
+    """The source of an array that every member has. Empty arrays have no boxes."""
+    holders = {whole_box(shape): tuple(range(members.size))} if math.prod(shape) else {}
+    return Source(shape, dtype, "", holders, block, members.size > 1, kind)
+
+
+def layout_text(layout: Layout) -> str:
+    """How an array lies, for people who read the manifest."""
+    return str(layout.spec) if layout.spec is not None else repr(layout)

@@ -6,7 +6,6 @@ shapes of its `state_dict` of whole tensors, on any mesh. That of an optimiser h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -29,7 +28,7 @@ from spmd.io.container import dtype_of, stored_as
 from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
-from spmd.io.sources import SOURCES, Source, boxes_of
+from spmd.io.sources import SOURCES, Source, boxes_of, layout_text, replica
 from spmd.io.states import KINDS, STATES, SavedPart
 from spmd.io.trees import joined, map_leaves
 from spmd.layout import Box, Layout
@@ -158,12 +157,9 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
         layout = x.block_layout
         own = layout.boxes[x.block_index]
         holders = _holders(layout, worker.mesh, members)
-        text = str(layout.spec) if layout.spec is not None else repr(layout)
-        return Source(layout.shape, dtype, text, holders, partial(_part, local, own), True, "torch")
+        return Source(layout.shape, dtype, layout_text(layout), holders, partial(_part, local, own), True, "torch")
     shape = tuple(x.shape)
-    box = whole_box(shape)
-    holders = {box: tuple(range(members.size))} if math.prod(shape) else {}
-    return Source(shape, dtype, "", holders, partial(_part, local, box), members.size > 1, "torch")
+    return replica(shape, dtype, partial(_part, local, whole_box(shape)), members, "torch")
 
 
 def _part(local: torch.Tensor, around: Box, box: Box) -> np.ndarray:
