@@ -22,6 +22,15 @@ __all__ = ["Frontend", "frontend", "register"]
 class Frontend(Protocol):
     """The operations that functions of bodies need on the arrays of a library."""
 
+    @property
+    def namespace(self) -> Any:
+        """The functions of the Array API standard on these arrays."""
+        ...
+
+    def local(self, family: str) -> Any:
+        """The module of a family of local functions: see `spmd.functions.local`."""
+        ...
+
     def begin(self, op: Any, x: Any, worker: Any, frame: FrameType | None) -> Callable[[], Any]:
         """Start a collective on this worker's block; the function returned finishes it. Checks states."""
         ...

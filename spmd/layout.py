@@ -167,7 +167,7 @@ class Layout:
         return cut
 
     @cached_property
-    def _key(self):
+    def _key(self) -> tuple[Any, ...]:
         return self.shape, self.spec, tuple(self.axes.items()), self.cuts, self.copies, self.workers
 
     @cached_property

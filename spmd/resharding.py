@@ -24,7 +24,7 @@ from spmd.operators.repartition import Repartition
 from spmd.operators.sums import Sum
 from spmd.transport.call import Group
 
-__all__ = ["SHOWN", "check_dtype_of_parts", "moved_blocks", "summed_blocks"]
+__all__ = ["SHOWN", "check_dtype_of_parts", "moved_blocks", "scattered", "summed_blocks"]
 
 SHOWN: ContextVar[bool] = ContextVar("spmd_shows_reshards", default=False)
 """Whether arrays that are laid out anew are shown: see `spmd.debug`."""
@@ -216,11 +216,11 @@ def _sums(source: Layout, target: Layout) -> list[list[Step]]:
     middle = target.with_unreduced(source.unreduced & target.unreduced) if target.spec is not None else target
     split_alike = target.spec is not None and (source.spec.dims, source.cuts) == (target.spec.dims, target.cuts)
     if not split_alike:
-        ways += [_scattered(source, middle, names), [Moved(source, middle, names)]]
+        ways += [scattered(source, middle, names), [Moved(source, middle, names)]]
     return [steps for steps in ways if steps]
 
 
-def _scattered(source: Layout, target: Layout, names: Sequence[str]) -> list[Step]:
+def scattered(source: Layout, target: Layout, names: Sequence[str]) -> list[Step]:
     """The sum that is split over axes, where these split blocks of the source further along one dimension, and then
     summed over the others. Empty if they do not."""
     if target.spec is None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [
     {"errors", "lazy_imports", "settings", "spellings", "tracebacks"},
     {"kernels", "autodiff"},
-    {"layout", "layout_arguments", "layout_html", "layout_picture", "layout_rules", "spec"},
+    {"box_layout", "layout", "layout_arguments", "layout_html", "layout_picture", "layout_rules", "spec"},
     {"spec_trees"},
     {"plan"},
     {"window"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -27,6 +29,18 @@ __all__ = ["FRONTEND"]
 
 class TorchFrontend:
     """The operations on tensors that functions of bodies need; see `spmd.frontends`."""
+
+    def __init__(self):
+        self._families: dict[str, Any] = {}
+
+    @cached_property
+    def namespace(self) -> Any:
+        return import_module("array_api_compat.torch")
+
+    def local(self, family: str) -> Any:
+        if family not in self._families:
+            self._families[family] = import_module(f"spmd.bridge.torch.local.{family}")
+        return self._families[family]
 
     def begin(self, op: Collective, x: torch.Tensor, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
         context = context_of(worker)

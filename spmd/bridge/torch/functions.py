@@ -1,0 +1,31 @@
+"""`spt.functions`: the functions of `spmd.functions` that take tensors in bodies, by the same names and arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spmd import functions
+from spmd.lazy_imports import missing_name_error
+from spmd.tracebacks import api_boundary
+
+if TYPE_CHECKING:
+    from spmd.functions import linear
+
+__all__ = ["linear"]
+
+_uncompiled: Any = torch.compiler.disable
+"""Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""
+
+
+@api_boundary
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise missing_name_error(__name__, name)
+    value = globals()[name] = _uncompiled(getattr(functions, name))
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

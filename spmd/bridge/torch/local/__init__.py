@@ -1,0 +1,1 @@
+"""The arithmetic of layers on one block, for tensors: see `spmd.functions.local`."""

@@ -1,0 +1,131 @@
+"""The layouts of the arrays that a layer takes: of global arrays, and of blocks that specs describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.errors import LayoutError, SpecError, describe
+from spmd.frontends import frontend
+from spmd.global_ops.call import global_value
+from spmd.layout import Layout, P, Spec
+from spmd.mesh import Worker, here
+from spmd.operators.halo_arguments import balanced
+from spmd.transport.call import Call
+
+__all__ = ["checked_target", "dtype_of", "layout_of_operand", "same_grid", "spec_of_names"]
+
+
+def dtype_of(x: Any) -> np.dtype:
+    """The NumPy dtype of an array of any library."""
+    other = frontend(x)
+    return np.dtype(x.dtype) if other is None else other.dtype(x)
+
+
+def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shape: Any = None) -> Layout:
+    """The layout of the whole array that an operand of a layer is a block of; outside of bodies that of a global array.
+
+    spec: of the block; None: the block is the whole, the same on all workers. shape: of the whole array, if its blocks
+    are balanced. Where a spec splits the array and there is no shape, the workers along its axes exchange the lengths
+    of their blocks: all of them call it.
+    """
+    value = global_value(x)
+    if value is not None:
+        if spec is not None:
+            raise SpecError.at(
+                where,
+                argument=argument,
+                got=f"{spec} for {describe(x)}",
+                need="no spec: a global array has its layout",
+                mend=f"leave {argument} out, or spmd.reshard(x, spec) first",
+            )
+        return value.layout.reduced
+    worker = here(where)
+    if isinstance(spec, Layout):
+        return _checked(where, argument, x, spec, worker)
+    spec = P() if spec is None else spec
+    if not isinstance(spec, P):
+        mend = f'{argument}=P("x"), or a Layout on some of the workers'
+        raise SpecError.at(where, argument=argument, got=describe(spec), need="a spec or a Layout", mend=mend)
+    spec.check(worker.mesh.axes, where, argument, x.ndim)
+    if not spec.axes:
+        return worker.mesh.layout(tuple(x.shape), spec)
+    if shape is not None:
+        return _balanced(where, x, spec, shape, worker)
+    return _learnt(where, x, spec, worker)
+
+
+def _checked(where: str, argument: str, x: Any, layout: Layout, worker: Worker) -> Layout:
+    """A layout that was given, checked against the mesh and this worker's block."""
+    layout.check(worker.mesh.axes, where, argument, x.ndim)
+    need = layout.block_shape(worker.index)
+    if tuple(x.shape) != need:
+        raise LayoutError.at(
+            where,
+            argument=argument,
+            got=f"{layout} for a block of shape {list(x.shape)} on {layout.describe(worker.index)}",
+            need=f"a block of shape {list(need)} there",
+            mend="a layout of the whole array; workers that hold nothing pass a block of length 0 in each dimension",
+        )
+    return layout
+
+
+def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout:
+    cuts = balanced(where, spec, shape, worker.mesh.axes)
+    if len(cuts) == x.ndim:
+        layout = worker.mesh.layout(tuple(map(sum, cuts)), spec)
+        if tuple(x.shape) == layout.block_shape(worker.index):
+            return layout
+        need = f"shape {list(layout.block_shape(worker.index))}, that of this worker's block of {list(shape)}"
+    else:
+        need = f"{len(cuts)} dimensions, as {shape} has"
+    mend = "leave shape out: the workers then exchange the lengths of their blocks"
+    raise LayoutError.at(where, argument="x", got=describe(x), need=need, mend=mend)
+
+
+def _learnt(where: str, x: Any, spec: P, worker: Worker) -> Layout:
+    """The layout that the shapes of all blocks give. Workers along the axes of the spec exchange them."""
+    axes, mesh = tuple(n for n in worker.mesh.axes if n in spec.varying), worker.mesh
+    group = worker.group(axes)
+    call = Call(where.removeprefix("spmd."), axes, dtype_of(x), tuple(x.shape), detail=str(spec))
+    shapes = worker.comm.shapes(group, call).wait() if group.size > 1 else [tuple(x.shape)]
+    places = (tuple(mesh.coordinates(w)[n] for n in axes) for w in group.members)
+    shape_at = {place: tuple(s) for place, s in zip(places, shapes, strict=True)}
+    coordinates = map(mesh.coordinates, range(mesh.size))
+    return mesh.joined(tuple(shape_at[tuple(at[n] for n in axes)] for at in coordinates), spec, where)
+
+
+def spec_of_names(names: Sequence[Sequence[str]]) -> P:
+    """The spec by which these axes split each dimension."""
+    return P(*(tuple(each) or None for each in names))
+
+
+def same_grid(layout: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Layout:
+    """The layout of another array of as many dimensions, whose block k lies where block k of this one does.
+
+    cuts: the lengths of the blocks in each dimension; None: balanced.
+    """
+    if layout.spec is not None:
+        return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
+    assert layout.workers is not None
+    blocks = [len(c) for c in layout.cuts]
+    copies = len(layout.workers) // int(np.prod(blocks, dtype=int))
+    return Layout.grid(shape, (*blocks, copies), layout.axes, layout.workers, cuts, copies=layout.copies)
+
+
+def checked_target(
+    where: str, argument: str, spec: Spec | None, shape: Sequence[int], natural: Layout, axes: dict[str, int]
+) -> Layout:
+    """The layout that the result is to have: the given one, or without one that which it has by itself."""
+    if spec is None:
+        return natural
+    if isinstance(spec, P):
+        spec.check(axes, where, argument, len(shape))
+        return Layout(shape, spec, axes)
+    if not isinstance(spec, Layout) or spec.shape != tuple(shape):
+        need = f"a spec, or a Layout of an array of shape {list(shape)}, that of the result"
+        raise LayoutError.at(where, argument=argument, got=describe(spec), need=need, mend=f"leave {argument} out")
+    spec.check(axes, where, argument, len(shape))
+    return spec

@@ -1,0 +1,69 @@
+"""`functions.linear` on arrays that lie anyhow, against the product of the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import spmd
+from functions.layer_cases import FRONTENDS, check_layer, integers, random_layout, random_mesh
+from spmd import P, functions
+from spmd.errors import SpecError
+from spmd.functions.products import _plan, rows_of
+from spmd.layout import Layout
+
+
+def reference(x, w, bias, g):
+    rows = g.reshape(-1, g.shape[-1])
+    return x @ w.T + bias, (g @ w, rows.T @ x.reshape(-1, x.shape[-1]), rows.sum(0))
+
+
+def layout_by(mesh: spmd.Mesh, spec: P | Layout, shape: tuple[int, ...]) -> Layout:
+    return spec if isinstance(spec, Layout) else mesh.layout(shape, spec)
+
+
+def check(seed: int, torch: bool) -> None:
+    rng = np.random.default_rng(seed)
+    mesh = random_mesh(rng)
+    batch = tuple(rng.integers(0, 5, rng.integers(0, 3)).tolist())
+    x = integers(rng, (*batch, rng.integers(1, 8)))
+    w = integers(rng, (rng.integers(1, 8), x.shape[-1]))
+    bias, g = integers(rng, w.shape[:1]), integers(rng, (*batch, w.shape[0]))
+    spec, w_spec = random_layout(rng, x.shape, mesh), random_layout(rng, w.shape, mesh)
+    out_spec = random_layout(rng, g.shape, mesh) if rng.random() < 0.6 else None
+    layouts = layout_by(mesh, spec, x.shape), layout_by(mesh, w_spec, w.shape)
+    bias_layout = rows_of(layouts[1])
+    out = _plan(*layouts, bias_layout, out_spec).out
+
+    def fun(x, w, b):
+        return functions.linear(x, w, b, spec=spec, w_spec=w_spec, out_spec=out_spec)
+
+    def in_global(x, w, b):
+        return functions.linear(x, w, b, out_spec=out_spec)
+
+    expected = reference(x, w, bias, g)
+    specs = spec, w_spec, bias_layout
+    check_layer(fun, expected, (x, w, bias), specs, out, mesh, g, in_global=in_global, torch=torch)
+
+
+@FRONTENDS
+@pytest.mark.parametrize("seed", range(25))
+def test_any_layouts(seed, torch):
+    check(seed, torch)
+
+
+@pytest.mark.full
+@FRONTENDS
+@pytest.mark.parametrize("seed", range(1000, 2000))
+def test_many_layouts(seed, torch):
+    check(seed, torch)
+
+
+def test_errors():
+    x, w = np.ones((3, 4)), np.ones((5, 4))
+    for args, argument in [((x, w.T), "w"), ((x, w, np.ones(4)), "bias"), ((x, w[0]), "w"), ((3, w), "x")]:
+        with pytest.raises(SpecError, match=rf"spmd\.functions\.linear: argument {argument}"):
+            functions.linear(*args)
+    placed = spmd.put(x, P("x"), spmd.Mesh(x=2))
+    with pytest.raises(SpecError, match="a global array has its layout"):
+        functions.linear(placed, w, spec=P("x"))
