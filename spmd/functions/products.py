@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -12,8 +12,11 @@ from spmd.functions.layouts import checked_target, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
-from spmd.layout import Layout, Spec
-from spmd.mesh import here
+from spmd.global_ops.call import names_of
+from spmd.layout import Layout, P, Spec
+from spmd.mesh import WORKER, here
+from spmd.operators.gather import all_gather, psum_scatter
+from spmd.operators.reduce import psum
 from spmd.operators.repartition import accumulate
 from spmd.tracebacks import api_boundary
 
@@ -65,7 +68,21 @@ def linear(
         _check_lengths(x.shape, w.shape, None if bias is None else bias.shape)
         y = local(x, "linear").linear(x, w)
         return y if bias is None else y + bias
+    plan = _by_specs(x, w, spec, w_spec, out_spec) if shape is None else None
+    if plan is not None:
+        return plan(x, w, bias)
     return run_layer(_WHERE, lambda x, w, b: _plan(x, w, b, out_spec), operands)
+
+
+def _by_specs(x: Any, w: Any, spec: Any, w_spec: Any, out_spec: Any) -> _SpecPlan | None:
+    """The plan of blocks in a body whose lengths do not matter, if there is one."""
+    worker, given = WORKER.get(), (spec or P(), w_spec or P(), out_spec)
+    if worker is None or not all(each is None or isinstance(each, P) for each in given):
+        return None
+    for argument, each, ndim in zip(("spec", "w_spec", "out_spec"), given, (x.ndim, 2, x.ndim), strict=True):
+        if each is not None:
+            each.check(worker.mesh.axes, _WHERE, argument, ndim)
+    return _plan_by_specs(*given, x.ndim)
 
 
 def _check(x: Any, w: Any, bias: Any) -> None:
@@ -111,12 +128,68 @@ def rows_of(layout: Layout | None) -> Layout:
 def _plan(x: Layout, w: Layout, bias: Layout | None, out_spec: Spec | None) -> LayerPlan:
     _check_lengths(x.shape, w.shape, None if bias is None else bias.shape)
     on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    return (_GridPlan if on_some else _SpecPlan)(x, w, bias, out_spec)
+    return (_GridPlan if on_some else _LayoutPlan)(x, w, bias, out_spec)
 
 
 @dataclass(frozen=True)
 class _SpecPlan:
-    """By specs: x to P(..., c), products with w = P(r, c), sums over c to the layout of the result."""
+    """By specs alone, whatever the lengths: products with w = P(r, c) of blocks of P(..., c), and sums over c.
+
+    rows, columns: r and c. batch: the axes that split the other dimensions of x for the products. gather: axes and the
+    dimension of x that they split, which is joined first. scatter: axes of c, and the dimension of the result that
+    they split.
+    """
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    batch: tuple[str, ...]
+    gather: tuple[tuple[str, ...], int] | None = None
+    scatter: tuple[tuple[str, ...], int] | None = None
+
+    def products(self, x: Any, w: Any) -> Any:
+        """The summands that the workers along c have."""
+        if self.gather is not None:
+            x = all_gather(x, self.gather[0], axis=self.gather[1], tiled=True)
+        return local(x, "linear").linear(varied(x, self.rows), varied(w, self.batch))
+
+    def __call__(self, x: Any, w: Any, bias: Any) -> Any:
+        y, batch, added = self.products(x, w), self.batch, self.columns
+        if self.scatter is not None:
+            names, dimension = self.scatter
+            y = psum_scatter(y, names, scatter_dimension=dimension, tiled=True)
+            batch, added = (*batch, *names), tuple(n for n in added if n not in names)
+        y = psum(y, added) if added else y
+        return y if bias is None else y + varied(bias, batch)
+
+
+@lru_cache(maxsize=1024)
+def _plan_by_specs(spec: P, w_spec: P, out_spec: P | None, ndim: int) -> _SpecPlan | None:
+    """The plan of a layer that needs no lengths; None where blocks of other lengths would have to be laid out anew."""
+    rows, columns = names_of(w_spec, 2)
+    given = names_of(spec, ndim)
+    inputs = [*(tuple(n for n in each if n not in rows) for each in given[:-1]), columns]
+    differ = [d for d in range(ndim) if given[d] != inputs[d]]
+    taken = {*rows, *columns}
+    joined = len(differ) == 1 and not inputs[differ[0]] and {*given[differ[0]]} <= {*rows}
+    gather = (given[differ[0]], differ[0]) if joined else None
+    if (differ and not joined) or any(taken.intersection(each) for each in inputs[:-1]):
+        return None
+    batch = tuple(n for each in inputs[:-1] for n in each)
+    plan = _SpecPlan(rows, columns, batch, gather)
+    natural = [*inputs[:-1], rows]
+    target = natural if out_spec is None else names_of(out_spec, ndim)
+    differ = [d for d in range(ndim) if natural[d] != target[d]]
+    if not differ:
+        return plan
+    (d, *more) = differ
+    if more or natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
+        return None
+    return replace(plan, scatter=(target[d], d))
+
+
+@dataclass(frozen=True)
+class _LayoutPlan:
+    """By specs, where blocks are laid out anew: x to P(..., c), products with w = P(r, c), sums over c."""
 
     x: Layout
     w: Layout
@@ -155,8 +228,7 @@ class _SpecPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         rows, columns = self._axes
         batch = tuple(n for names in self.inputs.spec.dims[:-1] for n in names)
-        x = varied(gathered(x, self.x, self.inputs, rows), rows)
-        y = local(x, "linear").linear(x, varied(w, batch))
+        y = _SpecPlan(rows, columns, batch).products(gathered(x, self.x, self.inputs, rows), w)
         y = summed(y, columns, self.products, self.out)
         if bias is None:
             return y

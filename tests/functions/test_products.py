@@ -67,3 +67,39 @@ def test_errors():
     placed = spmd.put(x, P("x"), spmd.Mesh(x=2))
     with pytest.raises(SpecError, match="a global array has its layout"):
         functions.linear(placed, w, spec=P("x"))
+
+
+@pytest.mark.parametrize(
+    "spec, w_spec, out_spec, forward, backward",
+    [
+        (P("m"), P(), None, {}, {"Sum": 1}),
+        (P(), P("m"), None, {}, {"Sum": 1}),
+        (P(None, None, "m"), P(None, "m"), None, {"Sum": 1}, {}),
+        (P(None, "m"), P("m"), None, {"AllGather": 1}, {"ReduceScatter": 1}),
+        (P(None, None, "m"), P(None, "m"), P(None, "m"), {"ReduceScatter": 1}, {"AllGather": 1}),
+        (P("d", None, "m"), P(None, "m"), None, {"Sum": 1}, {"Sum": 1}),
+        (P("d"), P("m"), None, {}, {"Sum": 2}),
+    ],
+)
+def test_no_more_operators_than_by_hand(spec, w_spec, out_spec, forward, backward):
+    """Uneven blocks too: lengths are not exchanged."""
+    rng = np.random.default_rng(0)
+    x, w = integers(rng, (5, 7, 9)), integers(rng, (11, 9))
+
+    def layer(x, w):
+        return functions.linear(x, w, spec=spec, w_spec=w_spec, out_spec=out_spec)
+
+    def forward_only(x, w):
+        layer(x, w)
+
+    def both(x, w):
+        y, pullback = spmd.vjp(layer, x, w)
+        pullback(y)
+
+    applied = []
+    for body in (forward_only, both):
+        with spmd.Mesh(d=2, m=3) as mesh, spmd.ledger() as log:
+            mesh.map(body, in_specs=(spec, w_spec), out_specs=None)(x, w)
+        applied.append(Counter({name: n for name, n in log.operators.items() if name != "Vary"}))
+    assert applied[0] == forward
+    assert applied[1] - applied[0] == backward

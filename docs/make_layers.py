@@ -1,0 +1,133 @@
+"""Write the table of docs/layers.md, of what layers send, counted in a run: `python docs/make_layers.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import spmd
+from spmd import P
+from spmd import functions as F
+
+PAGE = Path(__file__).with_name("layers.md")
+COMMAND = "python docs/make_layers.py"
+START, END = f"<!-- by {COMMAND} -->", "<!-- end of the table -->"
+
+
+class Row(NamedTuple):
+    """A layer, as called in a body. split: what is split, in words. shapes, specs: of the whole operands. axes: of the
+    mesh. integers: the places of operands that are not differentiated."""
+
+    layer: str
+    split: str
+    call: Callable[..., Any]
+    shapes: Sequence[tuple[int, ...]]
+    specs: Sequence[P]
+    axes: dict[str, int]
+    integers: Sequence[int] = ()
+
+
+class Counts(NamedTuple):
+    """What one direction of a layer does: operators of worker 0, and messages and bytes of all workers."""
+
+    operators: Counter[str]
+    messages: int
+    bytes: int
+
+    def __str__(self) -> str:
+        if not self.operators:
+            return "nothing"
+        names = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in sorted(self.operators.items()))
+        return f"{names}: {self.messages} messages, {self.bytes} B" if self.messages else f"{names}: no message"
+
+
+def rows() -> list[Row]:
+    """The rows of the table."""
+    x, w, features = (8, 12, 16), (24, 16), P(None, None, "m")
+    return [
+        Row("linear", "batch of x", lambda x, w: F.linear(x, w, spec=P("d")), (x, w), (P("d"), P()), {"d": 4}),
+        Row("linear", "rows of w", lambda x, w: F.linear(x, w, w_spec=P("m")), (x, w), (P(), P("m")), {"m": 4}),
+        Row(
+            "linear",
+            "columns of w, features of x",
+            lambda x, w: F.linear(x, w, spec=features, w_spec=P(None, "m")),
+            (x, w),
+            (features, P(None, "m")),
+            {"m": 4},
+        ),
+        Row(
+            "linear",
+            "positions of x, rows of w",
+            lambda x, w: F.linear(x, w, spec=P(None, "m"), w_spec=P("m")),
+            (x, w),
+            (P(None, "m"), P("m")),
+            {"m": 4},
+        ),
+        Row(
+            "linear",
+            "columns of w, features of x; positions of y",
+            lambda x, w: F.linear(x, w, spec=features, w_spec=P(None, "m"), out_spec=P(None, "m")),
+            (x, w),
+            (features, P(None, "m")),
+            {"m": 4},
+        ),
+    ]
+
+
+def counted(row: Row) -> tuple[Counts, Counts]:
+    """What the layer does forward, and for the cotangents of all operands."""
+    mesh = spmd.Mesh(**row.axes, scheduler="lockstep")
+    rng = np.random.default_rng(0)
+    operands = [
+        rng.integers(0, 4, shape) if k in row.integers else rng.standard_normal(shape)
+        for k, shape in enumerate(row.shapes)
+    ]
+    chosen = [k for k in range(len(operands)) if k not in row.integers]
+
+    def both(*blocks: Any) -> None:
+        def layer(*some: Any) -> Any:
+            given = dict(zip(chosen, some, strict=True))
+            return row.call(*(given.get(k, block) for k, block in enumerate(blocks)))
+
+        y, pullback = spmd.vjp(layer, *(blocks[k] for k in chosen))
+        pullback(spmd.numpy.ones_like(y))
+
+    def forward(*blocks: Any) -> None:
+        row.call(*blocks)
+
+    once, twice = (_run(mesh, body, row.specs, operands) for body in (forward, both))
+    names, counts = twice.operators - once.operators, (twice.messages - once.messages, twice.bytes - once.bytes)
+    return once, Counts(names, *counts)
+
+
+def _run(mesh: spmd.Mesh, body: Callable[..., Any], specs: Sequence[P], operands: Sequence[Any]) -> Counts:
+    with spmd.ledger() as log:
+        mesh.map(body, in_specs=tuple(specs), out_specs=None)(*operands)
+    workers = log.workers.values()
+    operators = Counter({name: n for name, n in log.operators.items() if name != "Vary"})
+    return Counts(operators, sum(w.messages for w in workers), sum(w.bytes for w in workers))
+
+
+def table() -> str:
+    """The table: a row for each case."""
+    lines = ["| layer | split | forward | backward |", "|---|---|---|---|"]
+    for row in rows():
+        forward, backward = counted(row)
+        axes = " × ".join(f"{name}={size}" for name, size in row.axes.items())
+        shapes = ", ".join(str(list(shape)) for shape in row.shapes)
+        lines.append(f"| `{row.layer}` | {row.split}; {shapes} on {axes} | {forward} | {backward} |")
+    return "\n".join([START, "", *lines, "", END])
+
+
+def text(page: str) -> str:
+    """The page with its table written anew."""
+    before, _, rest = page.partition(START)
+    return before + table() + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(text(PAGE.read_text()))
