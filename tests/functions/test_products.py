@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -70,7 +72,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize(
-    "spec, w_spec, out_spec, forward, backward",
+    ("spec", "w_spec", "out_spec", "forward", "backward"),
     [
         (P("m"), P(), None, {}, {"Sum": 1}),
         (P(), P("m"), None, {}, {"Sum": 1}),
