@@ -59,6 +59,11 @@ def linear(
     model parallelism in deep learning", 2020.
     """
     _check(x, w, bias)
+    worker = WORKER.get()
+    if worker is not None and shape is None:
+        plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
+        if plan is not None:
+            return plan(x, w, bias)
     operands = [
         Operand("spec", x, spec, shape),
         Operand("w_spec", w, w_spec),
@@ -66,23 +71,8 @@ def linear(
     ]
     if out_spec is None and not is_split(*operands):
         _check_lengths(x.shape, w.shape, None if bias is None else bias.shape)
-        y = local(x, "linear").linear(x, w)
-        return y if bias is None else y + bias
-    plan = _by_specs(x, w, spec, w_spec, out_spec) if shape is None else None
-    if plan is not None:
-        return plan(x, w, bias)
+        return _LOCAL(x, w, bias)
     return run_layer(_WHERE, lambda x, w, b: _plan(x, w, b, out_spec), operands)
-
-
-def _by_specs(x: Any, w: Any, spec: Any, w_spec: Any, out_spec: Any) -> _SpecPlan | None:
-    """The plan of blocks in a body whose lengths do not matter, if there is one."""
-    worker, given = WORKER.get(), (spec or P(), w_spec or P(), out_spec)
-    if worker is None or not all(each is None or isinstance(each, P) for each in given):
-        return None
-    for argument, each, ndim in zip(("spec", "w_spec", "out_spec"), given, (x.ndim, 2, x.ndim), strict=True):
-        if each is not None:
-            each.check(worker.mesh.axes, _WHERE, argument, ndim)
-    return _plan_by_specs(*given, x.ndim)
 
 
 def _check(x: Any, w: Any, bias: Any) -> None:
@@ -162,9 +152,20 @@ class _SpecPlan:
         return y if bias is None else y + varied(bias, batch)
 
 
+_LOCAL = _SpecPlan((), (), ())
+
+
 @lru_cache(maxsize=1024)
-def _plan_by_specs(spec: P, w_spec: P, out_spec: P | None, ndim: int) -> _SpecPlan | None:
-    """The plan of a layer that needs no lengths; None where blocks of other lengths would have to be laid out anew."""
+def _plan_by_specs(
+    spec: Spec | None, w_spec: Spec | None, out_spec: Spec | None, ndim: int, axes: tuple[tuple[str, int], ...]
+) -> _SpecPlan | None:
+    """The plan of a layer on blocks that needs no lengths; None where some would have to be laid out anew."""
+    for argument, each, n in (("spec", spec, ndim), ("w_spec", w_spec, 2), ("out_spec", out_spec, ndim)):
+        if isinstance(each, P):
+            each.check(dict(axes), _WHERE, argument, n)
+        elif each is not None:
+            return None
+    spec, w_spec = spec or P(), w_spec or P()
     rows, columns = names_of(w_spec, 2)
     given = names_of(spec, ndim)
     inputs = [*(tuple(n for n in each if n not in rows) for each in given[:-1]), columns]
