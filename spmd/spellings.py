@@ -217,7 +217,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "tanh": "np.tanh(x)",
         **dict.fromkeys(("hardtanh", "hard_tanh"), "np.clip(x, -1, 1)"),
         **dict.fromkeys(("softsign", "soft_sign"), "x / (1 + np.abs(x))"),
-        "linear": "x @ w + b",
         **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_general_dilated"), "spmd.functions.conv(x, w)"),
         **dict.fromkeys(
             ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), "spmd.functions.conv_transpose(x, w)"
@@ -307,7 +306,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "value_and_grad": "torch.func.grad_and_value(f)",
         "stop_gradient": "x.detach()",
         "checkpoint": "torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)",
-        "functions": "torch.nn.functional",
         "random": "torch's own draws within spt.drawing()",
         "numpy": "torch's functions",
     },

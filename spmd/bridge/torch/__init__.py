@@ -25,7 +25,7 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import in_place_checks, loader_states, transforms, user_functions  # noqa: F401
+from spmd.bridge.torch import functions, in_place_checks, loader_states, transforms, user_functions  # noqa: F401
 from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
@@ -83,6 +83,7 @@ __all__ = [
     "data_parallel",
     "drawing",
     "dropout",
+    "functions",
     "grad_norm",
     "map",
     "operator",
