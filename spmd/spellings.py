@@ -359,7 +359,7 @@ def instead(module: str, name: str) -> str:
         return mend
     if module == "spmd.random" and hasattr(np.random.Generator, name):
         return f"spmd.random.default_rng(seed, axis_name).{name}(...)"
-    if module == "spmd.bridge.torch":
+    if module in ("spmd.bridge.torch", "spmd.bridge.torch.functions"):
         return _of_torch(name)
     if module in _OF_NUMPY and name in np.__all__:
         return f"np.{name}: bodies are plain NumPy; spmd.numpy.{name} takes lists of traced arrays too"
