@@ -20,6 +20,7 @@ import numpy as np
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.primitive import constants, passives, primitives
 from spmd.autodiff.staging.function_tables import BY_VALUE, IN_PLACE, METADATA, NO_NUMBER, PLAIN, RAW, STATIC, refuse
+from spmd.autodiff.staging.joining import Batch, joined
 from spmd.autodiff.staging.program import COMM, Built, Line, Ref, ValueInfo, collect, execute, mapped, refs
 from spmd.errors import JitError, MissingMethodError, caller
 
@@ -359,6 +360,7 @@ class Program:
         self.failed: Exception | None = None
         self.steps: Any = None
         """What notes the values that lines take, since the first loop: see `Steps`."""
+        self.batch: Batch | None = None
         self._constants: dict[int, tuple[Any, Any]] = {}
         self.small: dict[int, Any] = {}
         self.errors = np.geterr()
@@ -478,7 +480,7 @@ class Program:
         self.check()
         results = [self._as_argument(x) if isinstance(x, _Recorded) else x for x in outputs]
         lines, inputs = self.lines[start:stop], self.inputs if inputs is None else inputs
-        return Built(lines, self.likes, self.small, inputs, results, name)
+        return Built(joined(lines), self.likes, self.small, inputs, results, name)
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.loops.schedules import Drop, Keep, backward, first_kept
+from spmd.autodiff.staging.joining import joined
 from spmd.autodiff.staging.program import COMM, Built, Line, Ref, refs
 from spmd.autodiff.staging.recorder import Program, is_slot
 from spmd.errors import JitError
@@ -115,7 +116,7 @@ class Region:
     def built(self, before: Sequence[Line], inputs: Sequence[int], outputs: Sequence[Any], name: str) -> Built:
         """The lines as a function of these values. before: lines that run first."""
         program = self.program
-        return Built([*before, *self.lines], program.likes, program.small, inputs, outputs, name)
+        return Built(joined([*before, *self.lines]), program.likes, program.small, inputs, outputs, name)
 
 
 def _refs(outputs: Iterable[Any]) -> list[Any]:

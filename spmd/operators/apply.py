@@ -13,7 +13,6 @@ from spmd.autodiff import tree
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.apply import NO_OPTIONS, weak
 from spmd.autodiff.primitive import Primitive
-from spmd.autodiff.staging.program import COMM
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import ACTIVE, Node, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
@@ -26,11 +25,11 @@ from spmd.operators import algebra
 from spmd.operators.base import NUMBERS, Collective, use_application
 from spmd.operators.blocks import bare_block, owned_block
 from spmd.operators.partial_comm import whole_comm
-from spmd.operators.plan_cache import Prepared, call_of, prepared_for
+from spmd.operators.plan_cache import call_of, prepared_for
+from spmd.operators.program_lines import write_down
 from spmd.operators.sums import Vary
 from spmd.operators.varying import admitted, outside, vary
 from spmd.state import State, state_of
-from spmd.transport.base import Comm
 from spmd.transport.call import LEDGERS
 from spmd.transport.handles import Done, Handle, read_only
 
@@ -146,36 +145,9 @@ def launch(
     borrowed: whether the block may be written to when the collective is over.
     """
     if worker.program is not None and type(op) is not Vary:
-        found = _written_down(op, x, worker, frame)
+        found = write_down(op, x, worker, frame)
         return lambda: found
     return _start(op, x, worker, frame, needs_grad, borrowed).wait
-
-
-class _Line:
-    """A collective as a line of a program."""
-
-    def __init__(self, prepared: Prepared, name: str):
-        self.prepared = prepared
-        self.bound: Any = None
-        self.__name__ = name
-
-    def __call__(self, comm: Comm, x: Any) -> Any:
-        prepared = self.prepared
-        if prepared.fast_run is None or type(x) is not np.ndarray or not x.flags.c_contiguous:
-            block, self.bound = prepared(comm, contiguous(x))
-        else:
-            block, self.bound = prepared.fast_run(comm, x, prepared.general_run)
-        return block
-
-
-def _written_down(op: Collective, x: Any, worker: Worker, frame: Any) -> tuple[Any, Collective]:
-    """A collective that is called, and becomes a line of the worker's program: the new block and the bound operator."""
-    assert worker.program is not None
-    like, group = contiguous(slot_of(x)), worker.group(op.axes)
-    op.check(group, like)
-    line = _Line(Prepared(op, like.dtype, group, call_of(op, like, worker, frame, None, False), None), op.function)
-    block = worker.program.call(line, (COMM, x), effect=True, comm=worker.comm)
-    return block, line.bound
 
 
 def _start(

@@ -22,6 +22,7 @@ __all__ = [
     "LEDGERS",
     "ONE_BY_ONE",
     "Call",
+    "CallOfMany",
     "Group",
     "Observer",
     "Shape",
@@ -149,6 +150,22 @@ class Call:
     def source(self) -> str:
         """`at` and the user's line that called."""
         return f"at {source_line(self.code, self.instruction)}"
+
+
+class CallOfMany(Call):
+    """One worker's side of several calls that run as one, with their blocks packed. shape: of the packed block."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, op: str, calls: Sequence[Call], shape: Shape, leaf: Leaf | None = None):
+        first, detail = calls[0], f"packed: {', '.join(map(str, calls))}"
+        super().__init__(op, first.axes, first.dtype, shape, detail=detail, same_shape=True, leaf=leaf)
+        self.code, self.instruction, self.calls = first.code, first.instruction, calls
+
+    @property
+    def source(self) -> str:
+        """`at` and the user's lines that called."""
+        return f"at {', '.join(dict.fromkeys(source_line(call.code, call.instruction) for call in self.calls))}"
 
 
 class Side(NamedTuple):
