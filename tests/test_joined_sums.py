@@ -145,6 +145,20 @@ def test_sums_go_together_where_they_can_on_all_workers_of_the_group(scheduler):
     assert sums_of(lambda a, b: body("x", a, b), mesh, a, b) == [1, 1, 2]
 
 
+def test_rows_may_call_other_collectives(scheduler):
+    mesh = spmd.Mesh(x=2, y=3, scheduler=scheduler)
+
+    def body(a: Any, b: Any) -> Any:
+        row = spmd.worker_index("y")
+        first = (spmd.psum if row == 0 else spmd.pmax)(a, "x")
+        second = spmd.psum(b if row == 1 else np.tile(b, 2000), "x")
+        return spmd.psum(first.sum() + second.sum(), "y")
+
+    a, b = drawn(mesh, (4,), (3,))
+    by_row = [sums_of(body, mesh, a, b, worker=w) for w in range(3)]
+    assert by_row == [[1, 1], [1, 1], [1, 1]]
+
+
 def test_sums_of_a_function_of_global_arrays_go_together(line):
     u, v = drawn(line, (2, 3), (4, 1))
 
