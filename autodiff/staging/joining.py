@@ -16,7 +16,7 @@ from spmd.autodiff.staging.program import COMM, Line, refs
 __all__ = ["Batch", "joined"]
 
 BLOCK_MAX = 1 << 13
-"""Bytes of a block above which its collective runs by itself: a copy into a buffer then costs as much as a message."""
+"""Bytes of a block above which its collective runs by itself."""
 BATCH_MAX = 1 << 16
 """Bytes of all blocks of a batch."""
 

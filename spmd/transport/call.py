@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextvars import ContextVar
 from copy import copy
+from itertools import groupby
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -158,8 +159,9 @@ class CallOfMany(Call):
     __slots__ = ("calls",)
 
     def __init__(self, op: str, calls: Sequence[Call], shape: Shape, leaf: Leaf | None = None):
-        first, detail = calls[0], f"packed: {', '.join(map(str, calls))}"
-        super().__init__(op, first.axes, first.dtype, shape, detail=detail, same_shape=True, leaf=leaf)
+        first, runs = calls[0], [(text, len([*alike])) for text, alike in groupby(map(str, calls))]
+        detail = ", ".join(f"{n} times {text}" if n > 1 else text for text, n in runs)
+        super().__init__(op, first.axes, first.dtype, shape, detail=f"packed: {detail}", same_shape=True, leaf=leaf)
         self.code, self.instruction, self.calls = first.code, first.instruction, calls
 
     @property
