@@ -195,6 +195,11 @@ class Mailbox:
         at = None if borrowed else self.place(x)
         if at is not None:
             return at, x.strides
+        copy = self.placed_copy(x)
+        return None if copy is None else (copy[0], copy[1].strides)
+
+    def placed_copy(self, x: Any) -> tuple[int, np.ndarray] | None:
+        """A C-contiguous copy of a small block in shared memory, and its place, or None."""
         if self.shared_memory is None or type(x) is not np.ndarray or x.nbytes > _COPY_MAX:
             return None
         buffer = pool.empty(max(x.nbytes, pool.POOL_MIN), np.uint8)
@@ -203,7 +208,7 @@ class Mailbox:
             return None
         copy = buffer[: x.nbytes].view(x.dtype).reshape(x.shape)
         copy[...] = x
-        return at, copy.strides
+        return at, copy
 
     def swap(self, let_others: Callable[[], object]) -> bool:
         """Publish the outgoing headers. True if those of all others come within microseconds; else poll `has_come`."""

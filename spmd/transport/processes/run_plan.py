@@ -95,9 +95,13 @@ class RepeatedPlan:
             return general_run(comm, x)
         begin = 0
         if self.large:
-            begin = None if channel.mailbox is None else channel.mailbox.place(x)
+            mailbox = channel.mailbox
+            begin = None if mailbox is None else mailbox.place(x)
             if begin is None:
-                return general_run(comm, x)
+                copy = None if mailbox is None else mailbox.placed_copy(x)
+                if copy is None:
+                    return general_run(comm, x)
+                begin, x = copy
         comm.number += 1
         name = numbered(self.name, transport.runs, comm.number, comm.line)
         outgoing = channel.outgoing
