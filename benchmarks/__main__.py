@@ -27,6 +27,7 @@ SECTIONS = {
     "memory": ("benchmarks.overhead", "MEMORY"),
     "growth": ("benchmarks.growth", "GROWTH"),
     "updates": ("benchmarks.updates", "UPDATES"),
+    "functions": ("benchmarks.functions", "FUNCTIONS"),
     "bridge": ("benchmarks.bridge", "BRIDGE"),
     "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
