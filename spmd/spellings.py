@@ -226,7 +226,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         "adaptive_avg_pool2d": "spmd.functions.avg_pool(x, window), or np.mean(x, axis=(2, 3)) for one value",
         **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, shape)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
-        "pad": "np.pad(x, widths)",
         **dict.fromkeys(
             ("cross_entropy", "softmax_cross_entropy_with_integer_labels"),
             "spmd.functions.softmax_cross_entropy(x, labels)",

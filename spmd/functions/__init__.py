@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spmd.functions.embeddings import *  # noqa: F403
     from spmd.functions.interpolation import *  # noqa: F403
     from spmd.functions.normalisation import *  # noqa: F403
+    from spmd.functions.padding import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
     from spmd.functions.products import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
@@ -57,6 +58,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moments",
         "rms_norm",
     ),
+    "padding": ("pad",),
     "pooling": ("avg_pool", "max_pool"),
     "products": ("linear",),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),

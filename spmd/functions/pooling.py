@@ -193,8 +193,11 @@ class _Plan:
 
     @cached_property
     def blocks(self) -> list[tuple[tuple, list[int]]]:
-        """For each worker the window over the entries that its outputs need, and where these start in space. The padding
-        is what stands around them; in ceil mode outputs may read further, but only the padding asked for counts."""
+        """For each worker the window over the entries that its outputs need, and where these start in space.
+
+        The padding is what stands around them; in ceil mode outputs may read further, but only what was asked for
+        counts.
+        """
         dims, (kernel, stride, padding, dilation) = self.windows.dims[2:], self.options.window(self.x.shape[2:])
         blocks = []
         for worker in range(self.x.size):

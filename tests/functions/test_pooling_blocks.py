@@ -10,7 +10,6 @@ import pytest
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, integers, random_layout, random_mesh
 from spmd import P, functions
-from spmd.errors import LayoutError, SpecError
 from spmd.functions.window_arguments import paddings
 from spmd.kernels import reference
 from spmd.kernels.windows import windows
