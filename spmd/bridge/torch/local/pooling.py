@@ -49,7 +49,8 @@ def avg_pool(
     kernel, stride, padding, dilation = window
     dims = len(kernel)
     plain = not x.is_complex() and all(d == 1 for d in dilation)
-    if plain and _allowed(geometry, padding) and _is_filled(x, geometry) and (divisor is None or dims > 1):
+    is_long = all(w.n >= w.kernel for w in geometry)  # in three dimensions torch wants that
+    if plain and is_long and _allowed(geometry, padding) and _is_filled(x, geometry) and (divisor is None or dims > 1):
         override = {} if dims == 1 else {"divisor_override": divisor}
         low = [w.low for w in geometry]
         return _MEAN[dims](x, kernel, stride, low, ceil_mode, count_include_pad, **override)
