@@ -316,7 +316,7 @@ class _Options:
             if self.kind == "scale_factor" and axis >= 2 and not self.recompute and self.method != "area":
                 scale = 1 / self.lengths[axis - 2]
             # As in torch: where the length stays, only these have outputs at other places than inputs.
-            moves = self.method == "nearest-exact" or (self.method == "cubic" and not self.antialias)
+            moves = self.method in ("nearest", "nearest-exact") or (self.method == "cubic" and not self.antialias)
             stays = n == m and (scale in (None, 1) or self.align_corners or not moves)
             steps.append(None if stays else _taps(n, m, *options, scale))
         return steps

@@ -22,7 +22,9 @@ MODES = {
     "linear": ("linear", "bilinear", "trilinear"),
     "cubic": (None, "bicubic", None),
 }
-SCALES = [1, 2, 3, 0.5, 1.5, 1.02, 0.3, 2.3, 1.7, (1.5, 0.7, 2)]
+SCALES = [1, 2, 0.5, 1.5, 1.02, 0.31, 2.37, 1.73, (1.5, 0.71, 2)]
+"""Without those by which outputs lie between two entries but for rounding: there torch's nearest ones differ, by the
+number of dimensions and from their own derivatives."""
 
 
 def theirs(x, method: str, options: dict[str, Any], align_corners: bool, antialias: bool):
@@ -41,15 +43,15 @@ def cases(shape: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("method", RESIZE_METHODS)
-@pytest.mark.parametrize("shape", [(2, 3, 17), (2, 1, 13, 17), (1, 2, 5, 7, 6)])
-def test_whole_arrays_are_torchs(shape, method):
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [(m, s) for m in RESIZE_METHODS for s in [(2, 3, 17), (2, 1, 13, 17), (1, 2, 5, 7, 6)] if MODES[m][len(s) - 3]],
+)
+def test_whole_arrays_are_torchs(method, shape):
     import torch
 
     from spmd.bridge import torch as spt
 
-    if MODES[method][len(shape) - 3] is None:
-        pytest.skip("torch has no such mode")
     x = np.random.default_rng(0).standard_normal(shape)
     for options in cases(shape):
         for corners, antialias in ((False, False), (True, False), (False, True)):
@@ -57,6 +59,8 @@ def test_whole_arrays_are_torchs(shape, method):
                 continue
             if antialias and len(shape) != 4:
                 continue
+            if (method in ("nearest", "cubic") or antialias) and options == {"scale_factor": 1.02}:
+                continue  # where the length stays, torch copies in one direction and moves in the other
             data = torch.tensor(x, requires_grad=True)
             expected = theirs(data, method, options, corners, antialias)
             g = np.random.default_rng(1).standard_normal(expected.shape)
