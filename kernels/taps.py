@@ -9,9 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["BOUNDARIES", "METHODS", "continued", "nearest_shift", "polynomials", "resize_taps", "transposed"]
+__all__ = [
+    "BOUNDARIES",
+    "METHODS",
+    "RESIZE_METHODS",
+    "continued",
+    "nearest_shift",
+    "polynomials",
+    "resize_taps",
+    "transposed",
+]
 
 METHODS = ("nearest", "linear", "cubic")
+RESIZE_METHODS = ("nearest", "nearest-exact", "linear", "cubic", "area")
 BOUNDARIES = ("zero", "edge", "periodic", "reflect")
 
 
@@ -47,32 +57,64 @@ def continued(i: np.ndarray, n: int, boundary: str) -> tuple[np.ndarray, np.ndar
 
 
 def resize_taps(
-    n: int, m: int, method: str, align_corners: bool = False, antialias: bool = False, cubic: float = -0.5
+    n: int,
+    m: int,
+    method: str,
+    align_corners: bool = False,
+    antialias: bool = False,
+    cubic: float = -0.5,
+    scale: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The taps of m outputs over the span of n > 0 inputs: index and weight, (m, taps).
 
-    Output o is at (o + 1/2) * n / m - 1/2; with align_corners at o * (n - 1) / (m - 1). Beyond its ends the input
-    repeats the last entry. antialias: where m < n the weights are stretched by n / m, so that every input counts; taps
-    beyond the ends are left out, and the weights of each output are scaled to the sum 1.
+    Output o is at (o + 1/2) * scale - 1/2; scale is n / m, or given. With align_corners it is at o * (n - 1) / (m - 1).
+    Beyond its ends the input repeats the last entry. "nearest" reads floor(o * scale), "nearest-exact" the entry that
+    the output is nearest to, "area" the mean of all entries that lie at least in part within the span of the output.
+    antialias: where scale > 1 the weights are stretched by it, so that every input counts; taps beyond the ends are
+    left out, and the weights of each output are scaled to the sum 1.
     """
     o = np.arange(m)
-    numerator, denominator = (o * (n - 1), max(1, m - 1)) if align_corners else ((2 * o + 1) * n - m, 2 * m)
-    if method == "nearest":
-        index = (2 * numerator + denominator) // (2 * denominator)
+    if method == "area":
+        return _area(n, m)
+    if method in ("nearest", "nearest-exact"):
+        twice = 2 * o + (method == "nearest-exact")
+        index = twice * n // max(1, 2 * m) if scale is None else _floor(twice / 2 * scale)
         return np.minimum(index, n - 1)[:, None].astype(np.int32), np.ones((m, 1))
+    if scale is None or align_corners:
+        numerator, denominator = (o * (n - 1), max(1, m - 1)) if align_corners else ((2 * o + 1) * n - m, 2 * m)
+        first, t = numerator // denominator, numerator % denominator / denominator
+    else:
+        position = (o + 0.5) * scale - 0.5
+        first = np.floor(position).astype(np.int64)
+        t = position - first
     taps = 2 if method == "linear" else 4
     if antialias:
-        stretch = max(1.0, n / m) if m else 1.0
-        position = numerator / denominator
+        stretch = max(1.0, n / m if scale is None else scale) if m else 1.0
+        position = first + t
         first = np.ceil(position - stretch * taps / 2).astype(np.int64)
         index = first[:, None] + np.arange(int(np.floor(stretch * taps)) + 1)
         weight = np.where((index >= 0) & (index < n), _hat(abs(position[:, None] - index) / stretch, method, cubic), 0)
         weight /= np.sum(weight, axis=1, keepdims=True)
     else:
-        first, t = numerator // denominator, numerator % denominator / denominator
         index = first[:, None] + np.arange(taps) - (taps // 2 - 1)
         weight = np.stack([t**0, t, t**2, t**3], axis=1) @ polynomials(method, cubic).T
     return np.clip(index, 0, n - 1).astype(np.int32), weight
+
+
+def _floor(position: np.ndarray) -> np.ndarray:
+    """Positions rounded down; those that miss a whole number by rounding are that number."""
+    whole = np.rint(position)
+    return np.where(np.abs(position - whole) <= 1e-9 * np.abs(whole), whole, np.floor(position)).astype(np.int64)
+
+
+def _area(n: int, m: int) -> tuple[np.ndarray, np.ndarray]:
+    """The taps of means. Outputs that read fewer entries than others repeat the last with the weight 0."""
+    o = np.arange(m)
+    start, stop = o * n // max(1, m), -(-(o + 1) * n // max(1, m))
+    taps = np.arange(np.max(stop - start, initial=1))
+    index = np.minimum(start[:, None] + taps, stop[:, None] - 1)
+    count = (stop - start)[:, None]
+    return index.astype(np.int32), np.where(taps < count, 1 / count, 0)
 
 
 def _hat(s: np.ndarray, method: str, cubic: float) -> np.ndarray:

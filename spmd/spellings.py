@@ -223,10 +223,12 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), "spmd.functions.max_pool(x, window)"),
         **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), "spmd.functions.avg_pool(x, window)"),
-        "adaptive_avg_pool2d": "spmd.functions.avg_pool(x, window), or np.mean(x, axis=(2, 3)) for one value",
-        **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, shape)"),
+        **dict.fromkeys(
+            ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+            'spmd.functions.resize(x, size=size, method="area")',
+        ),
+        **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, size=size)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
-        "pad": "np.pad(x, widths)",
         **dict.fromkeys(
             ("cross_entropy", "softmax_cross_entropy_with_integer_labels"),
             "spmd.functions.softmax_cross_entropy(x, labels)",

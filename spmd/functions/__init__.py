@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from spmd.functions.embeddings import *  # noqa: F403
     from spmd.functions.interpolation import *  # noqa: F403
     from spmd.functions.normalisation import *  # noqa: F403
+    from spmd.functions.padding import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
     from spmd.functions.products import *  # noqa: F403
+    from spmd.functions.resizing import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
 
@@ -47,7 +49,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "dropouts": ("dropout",),
     "cross_entropies": ("softmax_cross_entropy",),
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
-    "interpolation": ("Taps", "inject", "plan_resize", "resample", "resize", "sample"),
+    "interpolation": ("inject", "sample"),
     "normalisation": (
         "batch_norm",
         "group_norm",
@@ -57,8 +59,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "moments",
         "rms_norm",
     ),
+    "padding": ("pad",),
     "pooling": ("avg_pool", "max_pool"),
     "products": ("linear",),
+    "resizing": ("Taps", "plan_resize", "resample", "resize"),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),
     "stencils": ("stencil",),
 }

@@ -9,19 +9,30 @@ import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.frontends import frontend
+from spmd.functions.arguments import as_array
 from spmd.global_ops.call import global_value
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Worker, here
 from spmd.operators.halo_arguments import balanced
 from spmd.transport.call import Call
 
-__all__ = ["checked_target", "dtype_of", "layout_of_operand", "same_grid", "spec_of_names"]
+__all__ = ["as_operand", "checked_target", "dtype_of", "layout_of_operand", "same_grid", "spec_of_names"]
 
 
 def dtype_of(x: Any) -> np.dtype:
     """The NumPy dtype of an array of any library."""
     other = frontend(x)
     return np.dtype(x.dtype) if other is None else other.dtype(x)
+
+
+def as_operand(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
+    """x as an array whose dtype is of one of these kinds, as `as_array`; a tensor or a global array, too."""
+    if frontend(x) is None and global_value(x) is None:
+        return as_array(where, argument, x, kinds, need, mend)
+    dtype = dtype_of(x)
+    if dtype.kind not in kinds and not (dtype.kind == "V" and "f" in kinds):
+        raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
+    return x
 
 
 def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shape: Any = None) -> Layout:

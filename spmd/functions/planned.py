@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,9 +12,9 @@ from spmd.errors import LayoutError, describe
 from spmd.functions.layouts import layout_of_operand
 from spmd.global_ops.call import global_value, on_blocks
 from spmd.layout import Layout, P, Spec
-from spmd.mesh import Mesh
+from spmd.mesh import Mesh, here
 
-__all__ = ["LayerPlan", "Operand", "is_split", "run_layer"]
+__all__ = ["LayerPlan", "Operand", "is_local", "is_split", "run_layer"]
 
 
 class LayerPlan(Protocol):
@@ -52,6 +52,19 @@ class Operand(NamedTuple):
 def is_split(*operands: Operand) -> bool:
     """Whether some operand is a global array or has a spec. Otherwise the layer is local."""
     return any(o.spec is not None or o.value is not None for o in operands)
+
+
+def is_local(where: str, operand: Operand, out_spec: Spec | None, dims: Container[int]) -> bool:
+    """Whether a layer of one operand needs nothing of other workers, because only these dimensions are split, along
+    which it mixes nothing."""
+    if out_spec is not None or operand.value is not None:
+        return False
+    if operand.spec is None:
+        return True
+    if not isinstance(operand.spec, P) or operand.shape is not None:
+        return False
+    operand.spec.check(here(where).mesh.axes, where, operand.argument, operand.x.ndim)
+    return all(not names or d in dims for d, names in enumerate(operand.spec.dims))
 
 
 def run_layer(where: str, plan: Callable[..., LayerPlan], operands: Sequence[Operand]) -> Any:

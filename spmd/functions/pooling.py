@@ -1,40 +1,26 @@
-"""Pooling over windows of one to three spatial dimensions: arrays (N, C, *spatial)."""
+"""Pooling over windows of one to three spatial dimensions: arrays (N, C, *spatial) that lie anyhow."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
-from spmd import kernels
-from spmd.autodiff.registry import primitive
-from spmd.functions.arguments import as_array, as_floating
-from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
+from spmd.errors import SpecError
+from spmd.functions.layouts import as_operand, checked_target
+from spmd.functions.local import local, namespace
+from spmd.functions.movement import relaid
+from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
+from spmd.functions.window_arguments import check_spatial, paddings, per_dimension, tuples
+from spmd.functions.windows import extended
+from spmd.layout import Layout, Spec
+from spmd.mesh import here
 from spmd.tracebacks import api_boundary
+from spmd.window_nd import Windows, plan_windows
 
 __all__ = ["avg_pool", "max_pool"]
-
-# A window is (window, stride, padding, dilation) here, each with an entry per dimension.
-
-
-def _gather_vjp(g, _ans, _x, index, *, window) -> Any:
-    return _max_pool_vjp(g, index, shape=_x.shape[2:], window=window)
-
-
-@primitive("max_pool_gather", _gather_vjp)
-def _max_pool_gather(x, index, *, window) -> Any:
-    return kernels.of(x).max_pool_gather(x, index)
-
-
-@primitive("max_pool_vjp", lambda h, _ans, _g, index, *, shape, window: _max_pool_gather(h, index, window=window))
-def _max_pool_vjp(g, index, *, shape, window) -> Any:
-    return kernels.of(g).max_pool_vjp(g, index, shape, *window)
-
-
-@primitive(
-    "max_pool",
-    lambda g, ans, _x, *, window, ceil_mode: _max_pool_vjp(g[0], ans[1], shape=_x.shape[2:], window=window),
-)
-def _max_pool(x, *, window, ceil_mode):
-    return kernels.of(x).max_pool(x, *window, ceil_mode)
 
 
 @api_boundary
@@ -46,36 +32,42 @@ def max_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
+    *,
+    spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
+    out_spec: Spec | None = None,
 ):
-    """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions.
+    """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions; an array of
+    NumPy, CuPy or PyTorch.
 
     window, stride, dilation: an int, or one for each spatial dimension; the default stride is the window. padding: an
     int, an int or a pair (low, high) for each dimension, "SAME" (ceil(length / stride) outputs) or "VALID" (none).
     ceil_mode: a last, incomplete window has an output too, unless it would start in the high padding. return_indices:
-    also return the flat row-major index of each largest entry among the spatial entries of x.
+    also return the flat row-major index of each largest entry among the spatial entries of x, of the whole x.
+    spec: in a body, how the whole x is split, of which x is this worker's block: a spec, or a `Layout` on some of the
+    workers. None: x is the whole. Outside of bodies global arrays have their layouts. shape: of the whole x, if spec
+    splits it evenly; without it the workers exchange the lengths of their blocks, if space is split.
+    out_spec: how the result is to lie. None: on the grid of x, in the same blocks of batch and channels and in balanced
+    blocks of space.
 
-    Of equal entries the first in row-major order is chosen, before them the first NaN, never padding. A window of
-    padding alone has -inf, and the index -1. Derivative's adjoint: g is added to the chosen entry.
-    Raises SpecError where an option does not fit x. Source: as torch.nn.functional.max_pool2d.
+    Of equal entries the first in row-major order is chosen, before them the first NaN (of tensors the last), never
+    padding. A window of padding alone has -inf, and the index -1.
+    Forward: each worker gets the entries that its outputs need, by one halo exchange; on some of the workers by an
+    exchange between those who need something of one another. Nothing moves where no window crosses a block.
+    Derivative's adjoint: g is added to the chosen entry, by a halo accumulation where that lies on another worker.
+    Raises SpecError and LayoutError where options, specs and layouts do not fit x. Source: as
+    torch.nn.functional.max_pool2d; Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning",
+    2020.
     """
     where = "spmd.functions.max_pool"
-    x = as_floating(where, "x", x)
-    top, index = _max_pool(x, window=_window(where, x, window, stride, padding, dilation), ceil_mode=bool(ceil_mode))
-    return (top, index) if return_indices else top
-
-
-def _avg_pool_transpose(h, _ans, _g, *, shape, options) -> Any:
-    return _avg_pool(h, options=options)
-
-
-@primitive("avg_pool_vjp", _avg_pool_transpose)
-def _avg_pool_vjp(g, *, shape, options) -> Any:
-    return kernels.of(g).avg_pool_vjp(g, shape, *options)
-
-
-@primitive("avg_pool", lambda g, _ans, _x, *, options: _avg_pool_vjp(g, shape=_x.shape[2:], options=options))
-def _avg_pool(x, *, options) -> Any:
-    return kernels.of(x).avg_pool(x, *options)
+    x = as_operand(where, "x", x, "f", "real floating-point numbers", "x.astype(float)")
+    options = _Options(where, *_checked(where, x, window, stride, padding, dilation), bool(ceil_mode))
+    operand = Operand("spec", x, spec, shape)
+    if is_local(where, operand, out_spec, range(2)):
+        top, index = local(x, "pooling").max_pool(x, options.window(x.shape[2:]), options.ceil_mode, return_indices)
+        return (top, index) if return_indices else top
+    indices = bool(return_indices)
+    return run_layer(where, lambda layout: _planned(layout, options, out_spec, indices), [operand])
 
 
 @api_boundary
@@ -87,26 +79,160 @@ def avg_pool(
     dilation: Any = 1,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
+    out_spec: Spec | None = None,
 ):
-    """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions.
+    """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions; an array
+    of NumPy, CuPy or PyTorch.
 
-    window, stride, padding, dilation, ceil_mode: as for `max_pool`. count_include_pad: padding counts as zeros; else it
-    does not count. Entries beyond the padding, which ceil_mode may read, never count. A window in which no entry counts
-    has the mean 0.
+    window, stride, padding, dilation, ceil_mode, spec, shape, out_spec: as for `max_pool`. count_include_pad: padding
+    counts as zeros; else it does not count. Entries beyond the padding, which ceil_mode may read, never count. A window
+    in which no entry counts has the mean 0. divisor_override: what the sum of a window is divided by, in place of the
+    number of entries that count.
 
-    Linear; adjoint: each entry of g is shared equally among the entries of its window that count.
-    Raises SpecError where an option does not fit x. Source: as torch.nn.functional.avg_pool2d.
+    Forward: as for `max_pool`. Linear; adjoint: each entry of g is shared equally among the entries of its window that
+    count, by a halo accumulation where they lie on other workers.
+    Raises SpecError and LayoutError where options, specs and layouts do not fit x. Source: as
+    torch.nn.functional.avg_pool2d.
     """
     where = "spmd.functions.avg_pool"
-    x = as_array(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")
-    options = _window(where, x, window, stride, padding, dilation)
-    return _avg_pool(x, options=(*options, bool(ceil_mode), bool(count_include_pad)))
+    x = as_operand(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")
+    options = _Options(
+        where,
+        *_checked(where, x, window, stride, padding, dilation),
+        bool(ceil_mode),
+        bool(count_include_pad),
+        _divisor(where, divisor_override),
+    )
+    operand = Operand("spec", x, spec, shape)
+    if is_local(where, operand, out_spec, range(2)):
+        return options.means(x, options.window(x.shape[2:]), options.ceil_mode)
+    return run_layer(where, lambda layout: _planned(layout, options, out_spec), [operand])
 
 
-def _window(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
+def _checked(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
     check_spatial(where, x)
-    shape = x.shape[2:]
-    window = per_dimension(where, "window", window, len(shape))
-    stride = window if stride is None else per_dimension(where, "stride", stride, len(shape))
-    dilation = per_dimension(where, "dilation", dilation, len(shape))
-    return window, stride, paddings(where, padding, shape, window, stride, dilation), dilation
+    dims = x.ndim - 2
+    window = per_dimension(where, "window", window, dims)
+    stride = window if stride is None else per_dimension(where, "stride", stride, dims)
+    dilation = per_dimension(where, "dilation", dilation, dims)
+    paddings(where, padding, (1,) * dims, window, stride, dilation)
+    return window, stride, tuples(padding), dilation
+
+
+def _divisor(where: str, divisor: Any) -> int | None:
+    if divisor is None:
+        return None
+    if not isinstance(divisor, int) or isinstance(divisor, bool) or divisor == 0:
+        mend = "leave it out for the mean"
+        raise SpecError.at(where, argument="divisor_override", got=repr(divisor), need="an int, not 0", mend=mend)
+    return divisor
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of a pooling. padding: as it is given. kernel, stride, dilation: an int for each dimension."""
+
+    where: str
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    ceil_mode: bool
+    count_include_pad: bool = True
+    divisor: int | None = None
+
+    def window(self, space: tuple[int, ...]) -> tuple:
+        """The window, as local functions take it. space: the lengths of the whole array."""
+        padding = paddings(self.where, self.padding, space, self.kernel, self.stride, self.dilation)
+        return self.kernel, self.stride, padding, self.dilation
+
+    def means(self, x: Any, window: tuple, ceil_mode: bool) -> Any:
+        return local(x, "pooling").avg_pool(x, window, ceil_mode, self.count_include_pad, self.divisor)
+
+
+@lru_cache(maxsize=256)
+def _planned(x: Layout, options: _Options, out_spec: Spec | None, indices: bool | None = None) -> LayerPlan:
+    return _Plan(x, options, out_spec, indices)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Each worker computes the outputs of its block of the result. indices: of a maximum, whether to return them; None:
+    a mean."""
+
+    x: Layout
+    options: _Options
+    out_spec: Spec | None
+    indices: bool | None
+
+    @cached_property
+    def windows(self) -> Windows:
+        space = self.x.shape[2:]
+        kernel, stride, padding, dilation = self.options.window(space)
+        return plan_windows(
+            self.x,
+            (None, None, *kernel),
+            stride=(None, None, *stride),
+            padding=(None, None, *padding),
+            dilation=(None, None, *dilation),
+            ceil=self.options.ceil_mode,
+        )
+
+    @cached_property
+    def target(self) -> Layout:
+        natural = self.windows.target
+        return checked_target(self.options.where, "out_spec", self.out_spec, natural.shape, natural, self.x.axes)
+
+    @cached_property
+    def out(self) -> Any:
+        return (self.target, self.target) if self.indices else self.target
+
+    @cached_property
+    def blocks(self) -> list[tuple[tuple, list[int]]]:
+        """For each worker the window over the entries that its outputs need, and where these start in space.
+
+        The padding is what stands around them; in ceil mode outputs may read further, but only what was asked for
+        counts.
+        """
+        dims, (kernel, stride, padding, dilation) = self.windows.dims[2:], self.options.window(self.x.shape[2:])
+        blocks = []
+        for worker in range(self.x.size):
+            place = self.x.positions(worker)
+            if place is None:
+                blocks.append(((kernel, stride, ((0, 0),) * len(dims), dilation), [0] * len(dims)))
+                continue
+            pads = [w.pads[k] for w, k in zip(dims, place[2:], strict=True)]
+            around = tuple((low, min(high, most)) for (low, high), (_, most) in zip(pads, padding, strict=True))
+            starts = [max(0, w.needs[k][0]) for w, k in zip(dims, place[2:], strict=True)]
+            blocks.append(((kernel, stride, around, dilation), starts))
+        return blocks
+
+    def __call__(self, x: Any) -> Any:
+        window, starts = self.blocks[here(self.options.where).index]
+        x = extended(x, self.x, (None, None, *self.windows.dims[2:]), ["none"] * x.ndim)
+        if self.indices is None:
+            return self._laid(self.options.means(x, window, self.options.ceil_mode))
+        top, index = local(x, "pooling").max_pool(x, window, self.options.ceil_mode, self.indices)
+        if not self.indices:
+            return self._laid(top)
+        return self._laid(top), self._laid(_of_whole(index, x.shape[2:], starts, self.x.shape[2:]))
+
+    def _laid(self, y: Any) -> Any:
+        return relaid(y, self.windows.target, self.target)
+
+
+def _of_whole(index: Any, block: Sequence[int], starts: Sequence[int], space: Sequence[int]) -> Any:
+    """Flat indices among the spatial entries of a block as those of the whole array; -1 stays."""
+    xp = namespace(index)
+    if prod(space) >= 1 << 31:
+        index = xp.astype(index, xp.int64)
+    if tuple(block) == tuple(space):
+        return index
+    rest, whole, step = index, xp.zeros_like(index), 1
+    for n, start, m in reversed(list(zip(block, starts, space, strict=True))):
+        whole, rest, step = whole + (rest % max(1, n) + start) * step, rest // max(1, n), step * m
+    return xp.where(index < 0, index, whole)

@@ -9,7 +9,7 @@ from typing import Any
 from spmd.errors import SpecError, describe
 from spmd.kernels.windows import same_padding
 
-__all__ = ["check_spatial", "paddings", "per_dimension"]
+__all__ = ["check_spatial", "paddings", "per_dimension", "tuples"]
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -68,6 +68,11 @@ def paddings(
             mend=f"padding={((0, 1),) * len(shape)}",
         )
     return pairs
+
+
+def tuples(value: Any) -> Any:
+    """A value with tuples for all its sequences, so that it is hashable."""
+    return tuple(map(tuples, value)) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _pairs(value: Any, dims: int) -> Pairs | None:

@@ -16,7 +16,7 @@ from spmd.mesh import here
 from spmd.operators.halo import halo_exchange
 from spmd.window import Window
 
-__all__ = ["extended"]
+__all__ = ["extended", "mapped"]
 
 Pair = tuple[int, int]
 
@@ -53,7 +53,7 @@ def _fetched(x: Any, source: Layout, windows: Sequence[Window | None], boundarie
         part = fetched(x, source, boxes)
         for d, index in enumerate(indices[me]):
             if index is not None:
-                part = xp.take(part, xp.asarray(index), axis=d)
+                part = local(x, "pads").take(part, index, d)
         parts[choice] = part
     joined = _joined(parts, len(windows), xp)
     pads = [
@@ -111,12 +111,12 @@ def _lines(source: Layout, d: int, window: Window | None, boundary: str) -> list
         start, stop = source.boxes[w][d] if window is None else window.needs[place[d]]
         inside = np.arange(min(max(start, 0), n), max(min(stop, n), 0))
         ends = (np.arange(start, min(stop, 0)), np.arange(max(start, n), stop))
-        lines.append((_mapped(ends[0], n, boundary), inside, _mapped(ends[1], n, boundary)))
+        lines.append((mapped(ends[0], n, boundary), inside, mapped(ends[1], n, boundary)))
     return lines
 
 
-def _mapped(index: np.ndarray, n: int, boundary: str) -> np.ndarray:
-    """The entries that stand at places beyond the ends; none for zeros."""
+def mapped(index: np.ndarray, n: int, boundary: str) -> np.ndarray:
+    """The entries that stand at places beyond the ends of n entries; none for zeros."""
     if boundary == "periodic":
         return index % n
     if boundary == "edge":
@@ -125,4 +125,7 @@ def _mapped(index: np.ndarray, n: int, boundary: str) -> np.ndarray:
         period = max(1, 2 * (n - 1))
         index = index % period
         return np.where(index < n, index, period - index)
+    if boundary == "symmetric":
+        index = index % max(1, 2 * n)
+        return np.where(index < n, index, 2 * n - 1 - index)
     return index[:0]

@@ -10,7 +10,7 @@ import spmd
 from spmd import P
 from spmd.errors import SpecError
 from spmd.functions import inject, plan_resize, resample, resize, sample
-from spmd.kernels.taps import BOUNDARIES, METHODS, resize_taps, transposed
+from spmd.kernels.taps import BOUNDARIES, METHODS, RESIZE_METHODS, resize_taps, transposed
 
 family = Family("interpolation")
 
@@ -20,7 +20,7 @@ def along(draw):
     axis = next(a for a in range(len(shape)) if shape[a] > 0)
     n, m = shape[axis], draw.integer(0, 20)
     index, weight = resize_taps(
-        n, m, draw.choose(*METHODS), draw.choose(False, True), draw.choose(False, True), draw.choose(-0.5, -0.75)
+        n, m, draw.choose(*RESIZE_METHODS), draw.choose(False, True), draw.choose(False, True), draw.choose(-0.5, -0.75)
     )
     if draw.choose(False, True):
         shape = (*shape[:axis], m, *shape[axis + 1 :])
@@ -73,13 +73,15 @@ def test_resize_is_torchs(shape):
     x = np.random.default_rng(0).normal(size=(2, 3, 7, 6))
     theirs = torch.tensor(x, requires_grad=True)
     for mode, method, corners in (
-        ("nearest-exact", "nearest", False),
+        ("nearest", "nearest", False),
+        ("nearest-exact", "nearest-exact", False),
+        ("area", "area", False),
         ("bilinear", "linear", False),
         ("bilinear", "linear", True),
         ("bicubic", "cubic", False),
         ("bicubic", "cubic", True),
     ):
-        options = {"align_corners": corners} if mode != "nearest-exact" else {}
+        options = {"align_corners": corners} if method in ("linear", "cubic") else {}
         y = torch.nn.functional.interpolate(theirs, shape, mode=mode, **options)
         (gradient,) = torch.autograd.grad(y.square().sum(), theirs)
 
@@ -94,20 +96,20 @@ def test_resize_is_torchs(shape):
 def test_resize_with_antialias_is_jaxs(shape):
     jax = pytest.importorskip("jax")
     x = np.random.default_rng(0).normal(size=(2, 7, 6)).astype(np.float32)
-    for method in ("nearest", "linear", "cubic"):
+    for method, ours in (("nearest", "nearest-exact"), ("linear", "linear"), ("cubic", "cubic")):
         theirs = jax.image.resize(x, (2, *shape), method)
-        np.testing.assert_allclose(resize(x, (2, *shape), method, antialias=True), theirs, atol=1e-5)
+        np.testing.assert_allclose(resize(x, (2, *shape), ours, antialias=True), theirs, atol=1e-5)
 
 
 def test_derivatives_of_resize():
     x = np.random.default_rng(0).normal(size=(3, 5, 2))
-    for method in ("nearest", "linear", "cubic"):
+    for method in RESIZE_METHODS:
         spmd.check_grads(lambda x, m=method: resize(x, (4, 3, 2), m) ** 2, (x,), modes=("fwd", "rev"))
         spmd.check_grads(lambda x, m=method: resize(x, (3, 9, 7), m, antialias=True), (x + 1j * x,))
     assert resize(x.astype("f4"), (6, 5, 2)).dtype == np.float32
 
 
-@pytest.mark.parametrize("method", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("method", RESIZE_METHODS)
 @pytest.mark.parametrize(("n", "m"), [(11, 25), (11, 6), (3, 8), (9, 2)])
 def test_blocks_with_the_needed_halo_resize_as_the_whole(method, n, m, scheduler):
     mesh = spmd.Mesh(rows=4, scheduler=scheduler)
@@ -215,7 +217,7 @@ def test_what_does_not_fit_is_told():
     for call, words in (
         (lambda: resize(x, (4,)), "argument shape.*2 lengths"),
         (lambda: resize(x[:0], (4, 5)), "argument shape.*empty axis"),
-        (lambda: resize(x, (8, 5), "bilinear"), "argument method.*'nearest', 'linear', 'cubic'"),
+        (lambda: resize(x, (8, 5), "bilinear"), "argument method.*'linear', 'cubic', 'area'.*method='linear'"),
         (lambda: resize(x, (8, 5), align_corners=True, antialias=True), "argument antialias"),
         (lambda: resize(x.astype(int), (8, 5)), "argument x.*floating"),
         (lambda: resize(x, (8, 5), "cubic", cubic="keys"), "argument cubic"),
