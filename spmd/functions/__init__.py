@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spmd.functions.normalisation import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
     from spmd.functions.products import *  # noqa: F403
+    from spmd.functions.recurrent import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
 
@@ -59,6 +60,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "pooling": ("avg_pool", "max_pool"),
     "products": ("linear",),
+    "recurrent": ("gru", "lstm", "rnn"),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),
     "stencils": ("stencil",),
 }
