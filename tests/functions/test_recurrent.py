@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 
 import spmd
-from functions.layer_cases import FRONTENDS, integers, random_cuts, random_layout, random_mesh
+from functions.layer_cases import FRONTENDS, random_cuts, random_layout, random_mesh
 from spmd import P, functions
 from spmd.functions.recurrent import _network
-from spmd.functions.recurrent_plan import has_gates_apart, hidden_layout, inner_layout, lengths_layout, state_layout
+from spmd.functions.recurrent_plan import (
+    has_gates_apart,
+    hidden_layout,
+    inner_layout,
+    lengths_layout,
+    plan,
+    split_layout,
+    state_layout,
+)
 from spmd.layout import Layout
 
 GATES = {"rnn": 1, "lstm": 4, "gru": 3}
@@ -62,87 +70,117 @@ def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-10, atol=1e-11)
 
 
-def leaves(tree: Any) -> list[Any]:
-    return spmd.tree.leaves(tree)
+class Layouts(NamedTuple):
+    """Where the operands of a layer lie as blocks, and its results. params: as blocks are cut from them."""
+
+    spec: P | Layout
+    w_spec: P | Layout | None
+    params: dict[str, np.ndarray]
+    operands: tuple[Any, ...]
+    results: tuple[Layout, ...]
 
 
-def with_gates_apart(problem: Problem) -> dict[str, np.ndarray]:
-    gates = GATES[problem.kind]
-    return {
-        n: a if has_gates_apart(n, a.ndim) else a.reshape(gates, a.shape[0] // gates, *a.shape[1:])
-        for n, a in problem.params.items()
-    }
+def random_layouts(rng: np.random.Generator, problem: Problem, mesh: spmd.Mesh) -> Layouts:
+    gates, params = GATES[problem.kind], problem.params
+    spec, w_spec = random_layout(rng, problem.x.shape, mesh), None
+    w_layouts = {n: mesh.layout(a.shape, P()) for n, a in params.items()}
+    if rng.random() < 0.5:
+        hidden = params["weight_hh_l0"].shape[0] // gates
+        names = tuple(n for n in mesh.axes if rng.random() < 0.5)
+        cut = random_cuts(rng, hidden, int(np.prod([mesh.axes[n] for n in names], dtype=int)))
+        cut = cut if rng.random() < 0.3 else None
+        w_spec = P(names or None) if cut is None else Layout((hidden,), P(names or None), mesh.axes, [cut])
+        params = {n: apart(gates, n, a) for n, a in params.items()}
+        w_layouts = {n: split_layout(n, a.shape, names, cut, mesh.axes) for n, a in params.items()}
+    x = spec if isinstance(spec, Layout) else mesh.layout(problem.x.shape, spec)
+    names, cut = hidden_layout(w_layouts["weight_hh_l0"])
+    batch = x if x.spec is None else inner_layout(x, names)
+    whole = "weight_hr_l0" in params
+    states = tuple(
+        state_layout(batch, s.shape, () if whole and k == 0 else names, cut) for k, s in enumerate(problem.states)
+    )
+    lengths = None if problem.lengths is None else lengths_layout(batch)
+    cell = problem.options.get("nonlinearity", problem.kind)
+    net = _network("a test", cell, params)
+    others = [w_layouts[n] for n in net.names if n != "weight_hh_l0"]
+    h, c = (*states, None)[:2]
+    results = plan(net, None, w_layouts["weight_hh_l0"], x, h, c, lengths, *others).out
+    return Layouts(spec, w_spec, params, (spec, states, w_layouts, lengths), results)
 
 
-def check_blocks(seed: int, torch: bool) -> None:
+def apart(gates: int, name: str, a: np.ndarray) -> np.ndarray:
+    return a if has_gates_apart(name, a.ndim) else a.reshape(gates, a.shape[0] // gates, *a.shape[1:])
+
+
+def put(tree: Any, specs: Any, mesh: spmd.Mesh) -> Any:
+    return None if tree is None else spmd.put(tree, specs, mesh)
+
+
+def all_close(found: Any, expected: Any) -> None:
+    for a, b in zip(spmd.tree.leaves(found), spmd.tree.leaves(expected), strict=True):
+        close(a.numpy() if hasattr(a, "numpy") else a, np.asarray(b).reshape(np.shape(a)))
+
+
+def check(seed: int, torch: bool) -> None:
+    """In bodies, with states and without, on both schedulers; as tensors; and as global arrays."""
     rng = np.random.default_rng(seed)
     problem, mesh = random_problem(rng), random_mesh(rng)
-    hidden = problem.params["weight_hh_l0"].shape[0] // GATES[problem.kind]
-    spec = random_layout(rng, problem.x.shape, mesh)
-    w_spec = None
-    params, w_specs = problem.params, {n: P() for n in problem.params}
-    if rng.random() < 0.5:
-        names = tuple(n for n in mesh.axes if rng.random() < 0.5)
-        cuts = [random_cuts(rng, hidden, int(np.prod([mesh.axes[n] for n in names], dtype=int)))]
-        w_spec = P(names or None)
-        w_spec = Layout((hidden,), w_spec, mesh.axes, cuts) if rng.random() < 0.3 else w_spec
-        params = with_gates_apart(problem)
-        cut = w_spec.cuts[0] if isinstance(w_spec, Layout) else None
-        w_specs = {
-            n: Layout(a.shape, P(None, names), mesh.axes, [None, cut, *[None] * (a.ndim - 2)])
-            for n, a in params.items()
-        }
-    used = problem.states if rng.random() < 0.8 else ()
-    x_layout = spec if isinstance(spec, Layout) else mesh.layout(problem.x.shape, spec)
-    weight = w_specs["weight_hh_l0"]
-    weight = weight if isinstance(weight, Layout) else mesh.layout(params["weight_hh_l0"].shape, weight)
-    names, cut = hidden_layout(weight)
-    batch = x_layout if x_layout.spec is None else inner_layout(x_layout, names)
-    projected = "weight_hr_l0" in params
-    state_specs = tuple(
-        state_layout(batch, s.shape, () if k == 0 and projected else names, cut) for k, s in enumerate(problem.states)
-    )
-    both = "weight_hh_l0_reverse" in params
-    features = params["weight_hh_l0"].shape[-1] * (1 + both)
-    if x_layout.spec is None:
-        blocks = tuple(map(len, x_layout.cuts))
-        y_cuts = [*x_layout.cuts[:2], None]
-        y_spec = Layout.grid((*problem.x.shape[:2], features), blocks, mesh.axes, x_layout.workers, y_cuts)
-    else:
-        split = not both and not projected
-        y_names = [*(d or None for d in batch.spec.dims[:2]), names if split else None]
-        y_cuts = [*batch.cuts[:2], cut if split else None]
-        y_spec = Layout((*problem.x.shape[:2], features), P(*y_names), mesh.axes, y_cuts)
-    outs = (y_spec, *state_specs)
+    at = random_layouts(rng, problem, mesh)
+    states = problem.states if rng.random() < 0.8 else ()
     microbatches = rng.choice([None, 1, 2, 3, 9])
-    options = {"microbatches": microbatches}
-    lengths = problem.lengths
-    in_specs = (spec, state_specs[: len(used)], w_specs, None if lengths is None else lengths_layout(batch))
+    in_specs = at.operands[0], at.operands[1][: len(states)], *at.operands[2:]
 
     def fun(x, states, params, lengths):
-        return problem(x, states, params, lengths, spec=spec, w_spec=w_spec, **options)
+        options = {"spec": at.spec, "w_spec": at.w_spec, "microbatches": microbatches}
+        return problem(x, states, params, lengths, **options)
 
-    args = problem.x, used, params
-    value, pullback = spmd.vjp(lambda *a: problem(*a, lengths), *args)
+    args = problem.x, states, at.params
+    value, pullback = spmd.vjp(lambda *a: problem(*a, problem.lengths), *args)
     g = tuple(rng.normal(size=v.shape) for v in value)
     expected = pullback(g)
+    if torch:
+        return check_tensors(fun, value, expected, (*args, problem.lengths), in_specs, at.results, mesh, g)
     for scheduler, tracked in (("lockstep", True), ("threads", False)):
         on = spmd.Mesh(**mesh.axes, scheduler=scheduler)
-        mapped = on.map(fun, in_specs=in_specs, out_specs=outs, check=tracked)
-        placed = (
-            [spmd.put(a, s, on) for a, s in zip((*args, lengths), in_specs, strict=True)]
-            if lengths is not None
-            else [*(spmd.put(a, s, on) for a, s in zip(args, in_specs[:3], strict=True)), None]
-        )
-        found, back = spmd.vjp(lambda *a: mapped(*a, placed[3]), *placed[:3])
-        for a, b in zip(found, value, strict=True):
-            close(a.numpy(), b)
-        for a, b in zip(
-            leaves(back(tuple(spmd.put(a, s, on) for a, s in zip(g, outs, strict=True)))), leaves(expected), strict=True
-        ):
-            close(a.numpy(), b)
+        mapped = on.map(fun, in_specs=in_specs, out_specs=at.results, check=tracked)
+        *placed, lengths = (put(a, s, on) for a, s in zip((*args, problem.lengths), in_specs, strict=True))
+        found, back = spmd.vjp(lambda *a, mapped=mapped, n=lengths: mapped(*a, n), *placed)
+        all_close(found, value)
+        all_close(back(spmd.put(g, at.results, on)), expected)
+    check_global(rng, problem, args, mesh, value, expected, g)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_blocks(seed):
-    check_blocks(seed, False)
+def check_global(rng, problem, args, mesh, value, expected, g) -> None:
+    """Global arrays in layouts that have nothing to do with each other."""
+    *placed, lengths = (
+        None if tree is None else spmd.tree.map(lambda a: spmd.put(a, random_layout(rng, a.shape, mesh), mesh), tree)
+        for tree in (*args, problem.lengths)
+    )
+    found, back = spmd.vjp(lambda *a: problem(*a, lengths), *placed)
+    all_close(found, value)
+    all_close(back(tuple(spmd.put(a, f.layout, mesh) for a, f in zip(g, found, strict=True))), expected)
+
+
+def check_tensors(fun, value, expected, args, in_specs, out_specs, mesh, g) -> None:
+    import torch
+
+    from spmd.bridge import torch as spt
+
+    tensors = spmd.tree.map(lambda a: torch.tensor(a, requires_grad=a.dtype.kind == "f"), args)
+    found = spt.map(fun, in_specs=in_specs, out_specs=out_specs, mesh=mesh)(*tensors)
+    all_close([y.detach() for y in found], value)
+    sum((y * torch.tensor(a)).sum() for y, a in zip(found, g, strict=True)).backward()
+    all_close([t.grad for t in spmd.tree.leaves(tensors[:3])], expected)
+
+
+@FRONTENDS
+@pytest.mark.parametrize("seed", range(25))
+def test_any_layouts(seed, torch):
+    check(seed, torch)
+
+
+@pytest.mark.full
+@FRONTENDS
+@pytest.mark.parametrize("seed", range(1000, 2000))
+def test_many_layouts(seed, torch):
+    check(seed, torch)
