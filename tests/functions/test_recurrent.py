@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from launch import PROGRAMS, each_mpi, launch
+from mpi_programs import recurring
 
 import spmd
 from functions.layer_cases import FRONTENDS, random_cuts, random_layout, random_mesh
@@ -184,3 +187,99 @@ def test_any_layouts(seed, torch):
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_many_layouts(seed, torch):
     check(seed, torch)
+
+
+def module_of(problem: Problem, dtype: Any) -> Any:
+    """The module of torch.nn with these parameters."""
+    import torch
+
+    params = problem.params
+    (rows, inputs), hh = params["weight_ih_l0"].shape, params["weight_hh_l0"]
+    options = {**problem.options, "bias": "bias_ih_l0" in params}
+    if "weight_hr_l0" in params:
+        options["proj_size"] = hh.shape[1]
+    layers = sum(n.startswith("weight_hh") and "reverse" not in n for n in params)
+    kind = getattr(torch.nn, problem.kind.upper())
+    both = "weight_hh_l0_reverse" in params
+    module = kind(inputs, rows // GATES[problem.kind], layers, bidirectional=both, **options).to(dtype)
+    module.load_state_dict({n: torch.tensor(a) for n, a in params.items()})
+    return module
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-11), ("float32", 1e-4)])
+@pytest.mark.parametrize("seed", range(20))
+def test_as_torch(seed, dtype, tolerance):
+    """Values and gradients; with lengths as of packed sequences, which may not be empty for torch."""
+    import torch
+
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    if not problem.x.size:
+        problem = problem._replace(x=rng.normal(size=(3, 2, problem.x.shape[2])), lengths=None)
+        problem = problem._replace(states=tuple(rng.normal(size=(len(s), 2, s.shape[2])) for s in problem.states))
+    problem = Problem(
+        *spmd.tree.map(lambda a: a.astype(dtype) if hasattr(a, "dtype") and a.dtype == float else a, tuple(problem))
+    )
+    lengths = None if problem.lengths is None else np.maximum(problem.lengths, 1)
+    module = module_of(problem, getattr(torch, dtype))
+    x, *states = (torch.tensor(a, requires_grad=True) for a in (problem.x, *problem.states))
+    utils = torch.nn.utils.rnn
+    packed = x if lengths is None else utils.pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False)
+    y, ends = module(packed, tuple(states) if problem.kind == "lstm" else states[0])
+    y = y if lengths is None else utils.pad_packed_sequence(y, total_length=len(x))[0]
+    wanted = (y, *ends) if problem.kind == "lstm" else (y, ends)
+    g = tuple(rng.normal(size=tuple(w.shape)).astype(dtype) for w in wanted)
+    sum((w * torch.tensor(a)).sum() for w, a in zip(wanted, g, strict=True)).backward()
+    found, pullback = spmd.vjp(lambda *a: problem(*a, lengths), problem.x, problem.states, problem.params)
+    gradients = pullback(g)
+    named = dict(module.named_parameters())
+    pairs = [*zip(found, wanted, strict=True), (gradients[0], x.grad)]
+    pairs += [(a, s.grad) for a, s in zip(gradients[1], states, strict=True)]
+    pairs += [(a, named[n].grad) for n, a in gradients[2].items()]
+    for a, b in pairs:
+        assert a.dtype == dtype
+        np.testing.assert_allclose(np.asarray(a), b.detach().numpy(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", [*GATES])
+def test_second_order(kind):
+    rng = np.random.default_rng(3)
+    problem = random_problem(rng, kind)
+    problem.options.update(nonlinearity="tanh") if kind == "rnn" else None
+    fun = lambda *a: sum(np.sum(y * y) for y in problem(*a, problem.lengths))
+    spmd.check_grads(fun, (problem.x, problem.states, problem.params), order=2, modes=("rev",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("lstm", P()), ("gru", P(None, "a")), ("rnn", P("a")), ("lstm", P("b", "a"))],
+)
+def test_a_program_has_the_step_once(kind, spec):
+    """One step of each layer, however many there are; and the numbers are those without jit."""
+    rng = np.random.default_rng(0)
+    problem = random_problem(rng, kind)
+
+    def lines(steps: int) -> int:
+        x = rng.normal(size=(steps, 4, problem.params["weight_ih_l0"].shape[1]))
+
+        def loss(x, params):
+            y, *_ = problem(x, None, params, spec=spec, microbatches=2)
+            return spmd.sum(y * y, spec.axes) if spec.axes else np.sum(y * y)
+
+        with spmd.Mesh(a=2, b=2):
+            mapped = spmd.map(loss, in_specs=(spec, P()), out_specs=P())
+            program = spmd.jit(spmd.value_and_grad(mapped, (0, 1)))
+            found = program(x, problem.params)
+            if steps < 100:
+                all_close(found, spmd.value_and_grad(mapped, (0, 1))(x, problem.params))
+        return len(program.text().splitlines())
+
+    assert lines(90) == lines(200)
+
+
+@each_mpi
+def test_processes_give_the_bits_of_virtual_workers(python):
+    ended = launch(PROGRAMS / "recurring.py", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert json.loads(ended.stdout) == recurring.results(transport="local", scheduler="threads")
