@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from spmd.errors import SpecError, describe
 from spmd.functions.local import local, namespace
 from spmd.functions.planned import Operand, is_split, run_layer
+from spmd.functions.recurrent_packed import PackedRows
 from spmd.functions.recurrent_plan import (
     Network,
     check_shapes,
@@ -22,6 +24,7 @@ from spmd.functions.recurrent_plan import (
     split_layout,
     state_layout,
 )
+from spmd.global_ops.call import global_value
 from spmd.layout import Layout, P, Spec
 from spmd.tracebacks import api_boundary
 
@@ -36,6 +39,7 @@ def rnn(
     *,
     nonlinearity: str = "tanh",
     lengths=None,
+    batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
@@ -49,6 +53,8 @@ def rnn(
     (hidden, features), weight_hh_l0, and bias_ih_l0 and bias_hh_l0 or no biases; _l1, ... of further layers;
     weight_ih_l0_reverse, ... of layers in both directions.
     lengths: (batch,), integers: the steps of each sequence; after them its state stays, and its outputs are zeros.
+    batch_sizes: integers; x is the data of a torch PackedSequence, of shape (sum(batch_sizes), features), the rows of
+    one step after those of another, longest sequence first; y is packed too. Without spec.
     Gives y, (time, batch, directions * hidden), the outputs of the last layer, and the last states h, as h0.
 
     spec: in a body, how the whole x is split. h0 and lengths lie as the batch of x does: h0 is P(None, b) where spec is
@@ -74,7 +80,7 @@ def rnn(
             where, argument="nonlinearity", got=repr(nonlinearity), need='"tanh" or "relu"', mend='nonlinearity="tanh"'
         )
     net = _network(where, nonlinearity, params)
-    y, h = _run(net, x, (h0,), params, lengths, spec, w_spec, shape, microbatches)
+    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches)
     return y, h
 
 
@@ -85,6 +91,7 @@ def lstm(
     params: Mapping[str, Any],
     *,
     lengths=None,
+    batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
@@ -108,7 +115,16 @@ def lstm(
             where, argument="state", got=describe(state), need="(h0, c0), or None", mend="lstm(x, (h0, c0), params)"
         )
     y, h, c = _run(
-        _network(where, "lstm", params), x, tuple(states), params, lengths, spec, w_spec, shape, microbatches
+        _network(where, "lstm", params),
+        x,
+        tuple(states),
+        params,
+        lengths,
+        batch_sizes,
+        spec,
+        w_spec,
+        shape,
+        microbatches,
     )
     return y, (h, c)
 
@@ -120,6 +136,7 @@ def gru(
     params: Mapping[str, Any],
     *,
     lengths=None,
+    batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
@@ -134,7 +151,7 @@ def gru(
     al., "Learning phrase representations using RNN encoder-decoder", 2014.
     """
     net = _network("spmd.functions.gru", "gru", params)
-    y, h = _run(net, x, (h0,), params, lengths, spec, w_spec, shape, microbatches)
+    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches)
     return y, h
 
 
@@ -178,11 +195,17 @@ def _run(
     states: Sequence[Any],
     params: Mapping[str, Any],
     lengths: Any,
+    batch_sizes: Sequence[int] | None,
     spec: Spec | None,
     w_spec: Spec | None,
     shape: Sequence[int] | None,
     microbatches: int | None,
 ) -> Sequence[Any]:
+    if batch_sizes is not None:
+        rows = _packed_rows(net, x, batch_sizes, lengths, spec)
+        padded, lengths = rows.padded(x), rows.lengths(x)
+        y, *ends = _run(net, padded, states, params, lengths, None, None, w_spec, None, microbatches)
+        return rows.packed(y), *ends
     _check(net, x, states, lengths, microbatches)
     weights = dict(params)
     if w_spec is not None:
@@ -239,6 +262,23 @@ def _check(net: Network, x: Any, states: Sequence[Any], lengths: Any, microbatch
             need="a positive integer, or None",
             mend="microbatches=4",
         )
+
+
+def _packed_rows(net: Network, x: Any, batch_sizes: Any, lengths: Any, spec: Any) -> PackedRows:
+    """Where the rows of packed data lie, checked."""
+    sizes = tuple(int(n) for n in batch_sizes)
+    falling = all(a >= b for a, b in itertools.pairwise(sizes)) and min(sizes, default=0) >= 0
+    shape = None if getattr(x, "ndim", None) != 2 else tuple(x.shape)
+    fits = shape is not None and shape[0] == sum(sizes) and global_value(x) is None
+    if lengths is None and spec is None and falling and fits:
+        return PackedRows(sizes)
+    raise SpecError.at(
+        net.where,
+        argument="batch_sizes",
+        got=f"{list(sizes)} for x, {describe(x)}, spec={spec}" + ("" if lengths is None else ", and lengths"),
+        need="x of shape (sum(batch_sizes), features), sizes that do not grow, no lengths and no spec",
+        mend="packed.data and packed.batch_sizes of torch; or x of shape (time, batch, features) and lengths",
+    )
 
 
 def _gates_apart(net: Network, name: str, block: Any) -> Any:

@@ -89,7 +89,8 @@ def run_network(
     xp, each = namespace(x), net.weights(parameters)
     first = [tuple(part[k] for part in states) for k in range(len(each))]
     if lengths is not None and line is not None:
-        lengths = varying(lengths, line.names) - sum(line.sizes[: line.index])
+        from_here: Any = varying(lengths, line.names)
+        lengths = from_here - sum(line.sizes[: line.index])
     # With two directions a layer needs all outputs of the layer before; with one, all layers are one chain.
     groups = [(slice(k, k + 1), slice(k + 1, k + 2)) for k in range(0, len(each), 2)]
     ends: list[State] = []

@@ -283,3 +283,45 @@ def test_processes_give_the_bits_of_virtual_workers(python):
     ended = launch(PROGRAMS / "recurring.py", python=python, timeout=120)
     assert ended.returncode == 0, str(ended)
     assert json.loads(ended.stdout) == recurring.results(transport="local", scheduler="threads")
+
+
+def check_packed(seed: int, as_tensors: bool) -> None:
+    """Packed data in place of padded: the same outputs, packed, states and gradients."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(rng)
+    while not problem.x.size:
+        problem = random_problem(rng)
+    time, batch, _ = problem.x.shape
+    lengths = np.sort(rng.integers(1, time + 1, batch))[::-1]
+    present = np.arange(time)[:, None] < lengths
+    sizes = present.sum(1).tolist()
+    value, pullback = spmd.vjp(lambda *a: problem(*a, lengths.copy()), problem.x, problem.states, problem.params)
+    g = [rng.normal(size=v.shape) for v in value]
+    g[0] = np.where(present[:, :, None], g[0], 0)
+    expected = pullback(tuple(g))
+    value, g = ((a[0][present], *a[1:]) for a in (value, g))
+    expected = (expected[0][present], *expected[1:])
+    args = problem.x[present], problem.states, problem.params
+    if not as_tensors:
+        found, back = spmd.vjp(lambda *a: problem(*a, batch_sizes=sizes), *args)
+        all_close(found, value)
+        return all_close(back(g), expected)
+    fun = lambda *a: problem(*a, batch_sizes=sizes)
+    check_tensors(fun, value, expected, args, (P(), P(), P()), P(), spmd.Mesh(x=2), g)
+
+
+@FRONTENDS
+@pytest.mark.parametrize("seed", range(6))
+def test_packed(seed, torch):
+    check_packed(seed, torch)
+
+
+def test_packed_in_blocks_of_hidden_features():
+    rng = np.random.default_rng(0)
+    x, sizes = rng.normal(size=(6, 3)), (3, 2, 1)
+    params = recurring.parameters(rng, 3)
+    wanted = functions.gru(x, None, params, batch_sizes=sizes)
+    mesh = spmd.Mesh(m=2)
+    fun = lambda x, p: functions.gru(x, None, p, batch_sizes=sizes, w_spec=P("m"))
+    found = mesh.map(fun, in_specs=(P(), P(None, "m")), out_specs=(P(), P(None, None, "m")))(x, params)
+    all_close(found, wanted)

@@ -134,6 +134,15 @@ ROWS = [
                 "x of shape (time, batch, features)",
             ),
             (
+                "packed data of other sizes",
+                lstm(X[0], batch_sizes=(1, 2)),
+                SpecError,
+                "batch_sizes",
+                "[1, 2] for x, ndarray float64[4, 3]",
+                "x of shape (sum(batch_sizes), features), sizes that do not grow, no lengths and no spec",
+                "packed.data and packed.batch_sizes",
+            ),
+            (
                 "a number of microbatches that is none",
                 lstm(microbatches=0),
                 SpecError,

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.functions.activation import relu, sigmoid
 
-__all__ = ["before", "relu", "sigmoid", "zeros"]
+__all__ = ["before", "integers", "relu", "sigmoid", "zeros"]
 
 
 def zeros(x: Any, shape: Sequence[int]) -> Any:
@@ -20,3 +20,8 @@ def zeros(x: Any, shape: Sequence[int]) -> Any:
 def before(lengths: Any, steps: int) -> Any:
     """Whether each step is before the end: (steps, len(lengths))."""
     return np.cumsum(np.ones_like(lengths, shape=(steps, 1)), axis=0) - 1 < lengths
+
+
+def integers(_x: Any, values: np.ndarray) -> Any:
+    """Numbers that are the same on all workers, as an array of the library of x."""
+    return np.asarray(values)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-__all__ = ["before", "relu", "sigmoid", "zeros"]
+__all__ = ["before", "integers", "relu", "sigmoid", "zeros"]
 
 relu, sigmoid = torch.relu, torch.sigmoid
 
@@ -19,3 +20,8 @@ def zeros(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def before(lengths: torch.Tensor, steps: int) -> torch.Tensor:
     """Whether each step is before the end: (steps, len(lengths))."""
     return torch.arange(steps, device=lengths.device)[:, None] < lengths
+
+
+def integers(x: torch.Tensor, values: np.ndarray) -> torch.Tensor:
+    """Numbers that are the same on all workers, as an array of the library of x."""
+    return torch.as_tensor(values, device=x.device)
