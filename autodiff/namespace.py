@@ -32,7 +32,7 @@ from spmd.autodiff.creation import (
 )
 from spmd.autodiff.dispatch import creators, dispatch
 from spmd.autodiff.primitive import handlers, overrides
-from spmd.autodiff.staging.recorder import bared
+from spmd.autodiff.staging.recorder import bared, slot_of
 from spmd.autodiff.tracer import Array, bare, find, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError
 
@@ -454,7 +454,7 @@ _namespaces: dict[tuple[str, bool], Namespace] = {("numpy", False): namespace}
 
 def of(x: Any, api_version: Any = None) -> Any:
     """The namespace for the value of an Array. Raises ValueError for a version of the standard that NumPy lacks."""
-    value = value_of(x)
+    value = slot_of(value_of(x))
     if not isinstance(value, np.ndarray | np.generic) and not devices.is_array(value):
         return value.__array_namespace__(api_version=api_version)
     if api_version is not None:

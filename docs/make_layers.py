@@ -45,6 +45,25 @@ class Counts(NamedTuple):
         return f"{names}: {self.messages} messages, {self.bytes} B" if self.messages else f"{names}: no message"
 
 
+def recurrent_rows() -> list[Row]:
+    """Those of a recurrent layer of 8 steps, 12 sequences, 16 inputs and 8 hidden features."""
+    shapes = (8, 12, 16), (3, 8, 16), (3, 8, 8)
+
+    def row(split: str, axes: dict[str, int], spec: P, w_spec: P, **options: Any) -> Row:
+        def call(x: Any, ih: Any, hh: Any) -> Any:
+            params = {"weight_ih_l0": ih, "weight_hh_l0": hh}
+            return F.gru(x, None, params, spec=spec, w_spec=w_spec, **options)[0]
+
+        weights = P(None, *w_spec)
+        return Row("gru", split, call, shapes, (spec, weights, weights), axes)
+
+    return [
+        row("batch of x", {"d": 4}, P(None, "d"), P()),
+        row("hidden features", {"m": 4}, P(), P("m")),
+        row("steps of x, in 4 microbatches", {"t": 4}, P("t"), P(), microbatches=4),
+    ]
+
+
 def rows() -> list[Row]:
     """The rows of the table."""
     x, w, features = (8, 12, 16), (24, 16), P(None, None, "m")
@@ -75,6 +94,7 @@ def rows() -> list[Row]:
             (features, P(None, "m")),
             {"m": 4},
         ),
+        *recurrent_rows(),
     ]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spmd.functions.pooling import *  # noqa: F403
     from spmd.functions.products import *  # noqa: F403
     from spmd.functions.resizing import *  # noqa: F403
+    from spmd.functions.recurrent import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
 
@@ -63,6 +64,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "pooling": ("avg_pool", "max_pool"),
     "products": ("linear",),
     "resizing": ("Taps", "plan_resize", "resample", "resize"),
+    "recurrent": ("gru", "lstm", "rnn"),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),
     "stencils": ("stencil",),
 }

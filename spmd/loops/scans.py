@@ -186,7 +186,15 @@ def _run(
 
 def _empty(step: Step, carry: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
     """The ys of a loop without steps: a step on zeros says what they would be."""
-    zeros = [x.sum(0) if frontend(x) is not None else np.add.reduce(x, axis=0, dtype=x.dtype) for x in slices]
+    zeros = [_zero_slice(x) for x in slices]
     with np.errstate(all="ignore"):
         _, ys = step(carry, zeros)
     return [stacked([y])[:0] for y in ys]
+
+
+def _zero_slice(x: Any) -> Any:
+    """What a slice of an array without slices would be, of zeros: its sum over no steps, in its dtype."""
+    other = frontend(x)
+    if other is not None:
+        return other.total(x, (0,), other.dtype(x))
+    return np.add.reduce(x, axis=0, dtype=x.dtype)

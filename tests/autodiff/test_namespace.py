@@ -854,3 +854,14 @@ def test_constants_outside_bodies_stay_bare():
 
     grad(f)(X)
     assert find(seen, []) == []
+
+
+def test_the_namespace_of_a_recorded_body():
+    def body(x):
+        xp = x.__array_namespace__()
+        return spmd.psum(xp.sum(xp.tanh(x)), "d")
+
+    with spmd.Mesh(d=2):
+        mapped = spmd.map(body, in_specs=P("d"), out_specs=P())
+        found = spmd.jit(spmd.grad(mapped))(V)
+    np.testing.assert_allclose(np.asarray(found), 1 - np.tanh(V) ** 2)

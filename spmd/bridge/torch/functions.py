@@ -11,9 +11,29 @@ from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from spmd.functions import avg_pool, linear, max_pool, pad, resample, resize
+    from spmd.functions import (
+        avg_pool,
+        gru,
+        linear,
+        lstm,
+        max_pool,
+        pad,
+        resample,
+        resize,
+        rnn,
+    )
 
-__all__ = ["avg_pool", "linear", "max_pool", "pad", "resample", "resize"]
+__all__ = [
+    "avg_pool",
+    "gru",
+    "linear",
+    "lstm",
+    "max_pool",
+    "pad",
+    "resample",
+    "resize",
+    "rnn",
+]
 
 _uncompiled: Any = torch.compiler.disable
 """Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""

@@ -87,3 +87,12 @@ def test_numbers_and_tensors_in_place_of_each_other(dtype):
         for init, after in ((two, 0.5), (0.5, two)):
             with pytest.raises(LayoutError, match="one dtype throughout the loop"):
                 spmd.scan(lambda c, _, after=after: (after, None), init, length=2)
+
+
+def test_steps_on_no_slices_see_their_dtype():
+    def step(c, x):
+        return c, torch.where(x, c, -c)
+
+    carry, ys = spmd.scan(step, torch.ones(2), torch.zeros((0, 2), dtype=torch.bool))
+    assert carry.shape == (2,)
+    assert ys.shape == (0, 2)
