@@ -11,9 +11,9 @@ from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from spmd.functions import linear
+    from spmd.functions import conv, conv_transpose, linear
 
-__all__ = ["linear"]
+__all__ = ["conv", "conv_transpose", "linear"]
 
 _uncompiled: Any = torch.compiler.disable
 """Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""
