@@ -87,8 +87,8 @@ class Geometry:
     def _computed(self, x: Any, w: Any, lengths: Ints, padding: tuple[Pair, ...], groups: int) -> Any:
         """The arithmetic. Libraries want at least one channel and one window, so empty blocks are padded with zeros,
         and the result is cropped: it depends on x and w on all workers."""
-        groups = max(groups, 1)
         channels = w.shape[1] * groups if self.transposed else w.shape[0]
+        groups = max(groups, 1)  # a block may have no group
         if 0 in (*w.shape[:2], *x.shape[1:], *lengths):
             filters, depth = w.shape[0] or groups, w.shape[1] or 1
             ends = zip(lengths, x.shape[2:], padding, self.extents, strict=True)

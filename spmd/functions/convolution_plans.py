@@ -212,6 +212,8 @@ class SpecPlan(_Plan):
         place = self.products.positions(me)
         assert place is not None
         groups = self._shares[place[1]] if self.geometry.groups > 1 else 1
+        if not groups:  # of a block without channels
+            w, groups = w[:, :0], 1
         parts = self._parts(x, place[2:])
         if parts is not None:
             return _sum_of_parts(x, w, parts, self.inputs, self.geometry, groups)
