@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,14 +11,16 @@ import numpy as np
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
-from spmd.functions.convolution_geometry import Geometry
+from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
+from spmd.functions.convolution_specs import without_batch, without_channels
 from spmd.functions.layouts import dtype_of
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.global_ops.call import global_value
 from spmd.kernels.windows import output_length
-from spmd.layout import Layout, Spec
+from spmd.layout import Layout, P, Spec
+from spmd.mesh import WORKER
 from spmd.operators.halo_geometry import BOUNDARIES
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
@@ -89,7 +91,7 @@ def conv(
             raise _missing_spec(where, shape, boundary)
         return _on_whole(where, _geometry(where, x.shape, w.shape, options), x, w, bias)
     boundaries = _boundaries(where, boundary, x.ndim - 2)
-    return run_layer(where, lambda x, w, b: _conv_plan(where, x, w, b, out_spec, options, boundaries), operands)
+    return _run(where, operands, out_spec, groups, lambda *layouts: _conv_plan(where, *layouts, options, boundaries))
 
 
 @api_boundary
@@ -136,7 +138,8 @@ def conv_transpose(
         if shape is not None:
             raise _missing_spec(where, shape, None)
         return _on_whole(where, _transposed_geometry(where, x.shape, w.shape, options, extra), x, w, bias)
-    return run_layer(where, lambda x, w, b: _transpose_plan(where, x, w, b, out_spec, options, extra), operands)
+    plan = lambda *layouts: _transpose_plan(where, *layouts, options, extra)
+    return _run(where, operands, out_spec, groups, plan, transposed=True)
 
 
 _Options = tuple[tuple[int, ...], Any, tuple[int, ...], int]
@@ -150,6 +153,7 @@ def _conv_plan(
     w: Layout,
     bias: Layout | None,
     out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
     options: _Options,
     boundaries: tuple[str, ...],
 ) -> LayerPlan:
@@ -159,7 +163,7 @@ def _conv_plan(
             got = f"{boundary!r} for an array of shape {list(x.shape)}"
             need = "entries that continue the array beyond its ends"
             raise LayoutError.at(where, argument="boundary", got=got, need=need, mend='boundary="zero", or padding=0')
-    return _plan(where, x, w, bias, out_spec, geometry, boundaries)
+    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, boundaries)
 
 
 @lru_cache(maxsize=1024)
@@ -169,11 +173,12 @@ def _transpose_plan(
     w: Layout,
     bias: Layout | None,
     out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
     options: _Options,
     extra: tuple[int, ...],
 ) -> LayerPlan:
     geometry = _transposed_geometry(where, x.shape, w.shape, options, extra)
-    return _plan(where, x, w, bias, out_spec, geometry, ("zero",) * len(extra))
+    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, ("zero",) * len(extra))
 
 
 def _plan(
@@ -182,14 +187,52 @@ def _plan(
     w: Layout,
     bias: Layout | None,
     out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
     geometry: Geometry,
     boundaries: tuple[str, ...],
 ) -> LayerPlan:
     on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    plan = (GridPlan if on_some else SpecPlan)(where, x, w, bias, out_spec, geometry, boundaries)
+    plan = (GridPlan if on_some else SpecPlan)(where, x, w, bias, out_spec, geometry, boundaries, batch_axes)
     if bias is not None:
         _check_bias(where, bias.shape, plan.shape)
     return plan
+
+
+def _run(
+    where: str,
+    operands: list[Operand],
+    out_spec: Spec | None,
+    groups: int,
+    plan: Callable[..., LayerPlan],
+    *,
+    transposed: bool = False,
+) -> Any:
+    """The layer by plan(x, w, bias, out_spec, batch_axes) of layouts. In bodies batch and channels are treated by specs
+    alone where that is possible, so that their lengths are not exchanged."""
+    (_, x, spec, shape, _), (_, w, w_spec, _, _), (_, bias, *_) = operands
+    worker = WORKER.get()
+    if worker is None or operands[0].value is not None:
+        return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
+    for argument, each in (("spec", spec), ("w_spec", w_spec), ("out_spec", out_spec)):
+        if isinstance(each, P):
+            each.check(worker.mesh.axes, where, argument, x.ndim)
+    lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None
+    found = without_channels(spec, w_spec, out_spec, x.ndim, groups, transposed)
+    inner = without_batch(spec, w_spec, out_spec, x.ndim) if found is None else found[1]
+    if inner is None:
+        return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
+    x = x if found is None else found[0].before(x)
+    if lengths is not None:
+        lengths[: 1 if found is None else 2] = x.shape[: 1 if found is None else 2]
+        shape = tuple(lengths)
+    made = lambda x, w, b: plan(x, w, b, inner.out_spec, inner.batch)
+    around = bias if found is None else None
+    y = run_layer(where, made, _operands(x, w, around, inner.spec, inner.w_spec, shape, groups, transposed))
+    if found is None:
+        return y
+    if bias is not None:
+        _check_bias(where, np.shape(bias), y.shape)
+    return found[0].after(y, bias)
 
 
 def _operands(
@@ -207,7 +250,7 @@ def _on_whole(where: str, geometry: Geometry, x: Any, w: Any, bias: Any) -> Any:
     if bias is None:
         return y
     _check_bias(where, np.shape(bias), y.shape)
-    return y + bias.reshape(-1, *(1,) * (y.ndim - 2))
+    return with_bias(y, bias)
 
 
 def _geometry(where: str, x: tuple[int, ...], w: tuple[int, ...], options: _Options) -> Geometry:

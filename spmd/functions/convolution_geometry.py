@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from spmd.functions.local import local
 from spmd.window import Taps
 
-__all__ = ["Geometry"]
+__all__ = ["Geometry", "with_bias"]
 
 Pair = tuple[int, int]
 Ints = tuple[int, ...]
@@ -107,6 +107,11 @@ class Geometry:
             y = arithmetic.conv(x, w, self.stride, padding, self.dilation, groups)
         shape = (y.shape[0], channels, *lengths)
         return y if y.shape == shape else y[tuple(slice(n) for n in shape)]
+
+
+def with_bias(y: Any, bias: Any) -> Any:
+    """The result with a number added to each channel."""
+    return y + bias.reshape(-1, *(1,) * (y.ndim - 2))
 
 
 def _at_least(x: Any, shape: Sequence[int]) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spmd.autodiff.tracer import Array
 from spmd.frontends import frontend
-from spmd.functions.convolution_geometry import Geometry
+from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.layouts import checked_target, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import fetched, gathered, relaid, summed, varied
@@ -64,6 +64,8 @@ class _Plan:
     out_spec: Spec | None
     geometry: Geometry
     boundaries: tuple[str, ...]
+    batch_axes: Names = ()
+    """Axes along which workers have batches of their own: the layouts are those of the workers that share one."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -100,7 +102,7 @@ class SpecPlan(_Plan):
     def _names(self) -> tuple[list[Names], Names, Names]:
         """The axes that split batch and space; those that split the channels of the result, and of the input."""
         batch, channels, *space = self.x.spec.dims
-        taken = {n for names in (batch, *space) for n in names}
+        taken = {n for names in (batch, *space, self.batch_axes) for n in names}
         of_w = [tuple(n for n in names if n not in taken) for names in self.w.spec.dims[:2]]
         if self.geometry.groups > 1:
             rows = columns = channels or of_w[0]
@@ -193,7 +195,7 @@ class SpecPlan(_Plan):
 
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         (batch, *space), rows, columns = self._names
-        split = tuple(n for names in (batch, *space) for n in names)
+        split = (*self.batch_axes, *(n for names in (batch, *space) for n in names))
         own_rows, added = (rows, columns) if self.geometry.groups == 1 else ((), ())
         x = varied(gathered(x, self.x, self.inputs, own_rows), own_rows)
         x = _declared(x, tuple(n for names in space for n in names))
@@ -204,8 +206,8 @@ class SpecPlan(_Plan):
         assert self.bias is not None
         names = self.out.spec.dims
         lies = Layout(self.bias.shape, spec_of_names([names[1]]), self.x.axes, [self.out.cuts[1]])
-        bias = varied(relaid(bias, self.bias, lies), [n for d, each in enumerate(names) if d != 1 for n in each])
-        return _with_bias(y, bias)
+        others = [n for d, each in enumerate(names) if d != 1 for n in each]
+        return with_bias(y, varied(relaid(bias, self.bias, lies), [*self.batch_axes, *others]))
 
     def _products(self, x: Any, w: Any) -> Any:
         me = here(self.where).index
@@ -263,10 +265,6 @@ def _sum_of_parts(x: Any, w: Any, parts: BlockParts, lies: Layout, geometry: Geo
             y, slab, w, outputs=outputs, options=(geometry.stride, part.padding, geometry.dilation, groups)
         )
     return y
-
-
-def _with_bias(y: Any, bias: Any) -> Any:
-    return y + bias.reshape(-1, *(1,) * (y.ndim - 2))
 
 
 class _Task(NamedTuple):
@@ -373,7 +371,7 @@ class GridPlan(_Plan):
             bias = fetched(bias, self.bias, [t.bias for t in tasks])
             # A sum of no entries: every worker's result depends on the bias, so that all take part in its adjoint.
             added = bias.shape[0] == y.shape[1] and bias.shape[0]
-            y = _with_bias(y, bias) if added else y + namespace(bias).sum(bias)
+            y = with_bias(y, bias) if added else y + namespace(bias).sum(bias)
         return accumulate(y, lies, self.out)
 
 

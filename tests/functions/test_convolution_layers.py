@@ -70,8 +70,8 @@ def plan_of(case: Case, mesh: spmd.Mesh, spec, w_spec, out_spec) -> Any:
     extra = options.pop("output_padding", None)
     plain = options["stride"], options["padding"], options["dilation"], options["groups"]
     if case.transposed:
-        return _transpose_plan("test", x, w, bias, out_spec, plain, extra)
-    return _conv_plan("test", x, w, bias, out_spec, plain, (case.boundary,) * dims)
+        return _transpose_plan("test", x, w, bias, out_spec, (), plain, extra)
+    return _conv_plan("test", x, w, bias, out_spec, (), plain, (case.boundary,) * dims)
 
 
 def check(case: Case, mesh: spmd.Mesh, spec, w_spec, out_spec, rng, torch: bool, biased: bool = True) -> None:
