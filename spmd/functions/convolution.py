@@ -2,130 +2,283 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from spmd import kernels
-from spmd.autodiff.registry import primitive
-from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, describe
+from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
+from spmd.functions.convolution_geometry import Geometry, with_bias
+from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
+from spmd.functions.convolution_specs import without_batch, without_channels
+from spmd.functions.layouts import dtype_of
+from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
-from spmd.functions.window_parts import plan_parts
-from spmd.layout import P
-from spmd.mesh import Worker, here
-from spmd.operators.halo import halo_exchange
-from spmd.operators.halo_arguments import balanced, checked_spec, lengths_met
-from spmd.operators.halo_geometry import BOUNDARIES, along
-from spmd.operators.varying import varying
+from spmd.global_ops.call import global_value
+from spmd.kernels.windows import output_length
+from spmd.layout import Layout, P, Spec
+from spmd.mesh import WORKER
+from spmd.operators.halo_geometry import BOUNDARIES
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
 __all__ = ["conv", "conv_transpose"]
 
-# Three maps, each the adjoint of another. options: (stride, padding, dilation, groups).
+_OTHER_NAMES = {"zeros": "zero", "constant": "zero", "circular": "periodic", "wrap": "periodic", "replicate": "edge"}
+"""Boundaries as torch and NumPy call them."""
 
 
-def _conv_vjp_x(g, _ans, _x, w, *, options) -> Any:
-    return _conv_input_adjoint(g, w, shape=_x.shape[2:], options=options)
+@api_boundary
+def conv(
+    x,
+    w,
+    bias=None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    *,
+    spec: Spec | None = None,
+    w_spec: Spec | None = None,
+    out_spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
+    boundary: str | Sequence[str] = "zero",
+):
+    """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
+
+    x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex;
+    arrays of NumPy, CuPy or PyTorch.
+    Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1. As in neural networks, the kernel
+    is not flipped.
+    stride, dilation: an int, or one per spatial dimension. padding: an int, an int or a pair (low, high) for each
+    dimension, "SAME" or "VALID"; negative numbers crop. groups: channels and filters are split into this many
+    independent groups; groups = C is a depthwise convolution.
+
+    Linear in x and in w. Adjoint in x: `conv_transpose` of g with w; in w: g correlated with x.
+
+    spec, w_spec: in a body, how the whole x and w are split, of which x and w are this worker's blocks: specs, or a
+    `Layout` on some of the workers. bias lies as the first dimension of w. None: the whole. Outside of bodies global
+    arrays have their layouts.
+    out_spec: how the result is to lie. None: as x in batch and space, in balanced blocks of space, and as the rows of w
+    in its channels.
+    boundary: the values of the padding, "zero", "periodic", "reflect" or "edge", for all spatial dimensions or for each
+    (of a block or a global array; spec=P() for a whole array). shape: of the whole x, if spec splits it evenly; without
+    it the workers exchange the lengths of their blocks.
+
+    With specs: x is P(batch, c, *space), w P(r, c), the result P(batch, r, *space), summed over c. w goes to where x
+    lies: it is sliced or gathered where it is split otherwise. With groups, channels of x and rows of w are both split
+    into whole groups; blocks that cut through a group are laid out anew.
+    Cost: one halo exchange in each split dimension of space, of as many entries of each face as the kernel reaches; one
+    all-reduce over c, or a reduce-scatter where out_spec splits the result by c. Backward their adjoints, one sum of
+    the cotangent of x over r, and of that of w over the other axes. Blocks are not copied for the halo, except if a
+    kernel reaches beyond the next block, with boundaries other than zeros, in short floating-point dtypes, or in torch.
+    Where a layout is on some of the workers: each worker of the result fetches what its outputs need, rows of w too.
+    But where channels of x are split and those of the result are not, workers of x sum over their channels, and the
+    sums are added where the result lies.
+
+    Raises SpecError and LayoutError if shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
+    Source: Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning", 2020.
+    """
+    where = "spmd.functions.conv"
+    x, w, groups = _arrays(where, x, w, groups)
+    options = _plain(where, x, w, stride, padding, dilation, groups)
+    operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=False)
+    if out_spec is None and not is_split(*operands):
+        if shape is not None or boundary != "zero":
+            raise _missing_spec(where, shape, boundary)
+        return _on_whole(where, _geometry(where, x.shape, w.shape, options), x, w, bias)
+    boundaries = _boundaries(where, boundary, x.ndim - 2)
+    return _run(where, operands, out_spec, groups, lambda *layouts: _conv_plan(where, *layouts, options, boundaries))
 
 
-def _conv_vjp_w(g, _ans, x, _w, *, options) -> Any:
-    return _conv_weight_adjoint(g, x, kernel=_w.shape[2:], options=options)
+@api_boundary
+def conv_transpose(
+    x,
+    w,
+    bias=None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+    *,
+    spec: Spec | None = None,
+    w_spec: Spec | None = None,
+    out_spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
+):
+    """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
+
+    x: (N, O, *m). w: (O, C / groups, *kernel). bias: (C,). Gives (N, C, *n), n = (m - 1) stride - low - high +
+    dilation (kernel - 1) + output_padding + 1. output_padding: `conv` maps several n to the same m; this chooses one of
+    them. It is less than the stride or the dilation, and reduces the cropping at the high end, or adds zeros there.
+
+    Linear in x and in w. Adjoint in x: `conv`.
+
+    spec, w_spec, out_spec, shape: as for `conv`; by specs x is P(batch, c, *space), w P(c, r), the result
+    P(batch, r, *space), and bias lies as the second dimension of w. With groups w is P(c), and bias as the first.
+    Each worker computes its block of the result, from the interval of x that contributes to it: the cost is that of
+    `conv`, and a halo of x is about kernel / stride entries wide.
+
+    Raises SpecError and LayoutError where shapes or options do not fit.
+    Arguments as in torch.nn.functional.conv_transpose2d.
+    """
+    where = "spmd.functions.conv_transpose"
+    x, w, groups = _arrays(where, x, w, groups)
+    if isinstance(padding, str) and padding.upper() != "VALID":
+        need = "numbers: the length of the result is not known beforehand"
+        raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
+    options = _plain(where, x, w, stride, padding, dilation, groups)
+    extra = per_dimension(where, "output_padding", output_padding, x.ndim - 2, minimum=0)
+    operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=True)
+    if out_spec is None and not is_split(*operands):
+        if shape is not None:
+            raise _missing_spec(where, shape, None)
+        return _on_whole(where, _transposed_geometry(where, x.shape, w.shape, options, extra), x, w, bias)
+    plan = lambda *layouts: _transpose_plan(where, *layouts, options, extra)
+    return _run(where, operands, out_spec, groups, plan, transposed=True)
 
 
-@primitive("conv", _conv_vjp_x, _conv_vjp_w, early=True)
-def _conv(x, w, *, options) -> Any:
-    return kernels.of(x).conv(x, w, *options)
+_Options = tuple[tuple[int, ...], Any, tuple[int, ...], int]
+"""stride, padding, dilation and groups; an entry for each dimension, the padding perhaps still a word."""
 
 
-def _input_adjoint_vjp_g(h, _ans, _g, w, *, shape, options) -> Any:
-    return _conv(h, w, options=options)
+@lru_cache(maxsize=1024)
+def _conv_plan(
+    where: str,
+    x: Layout,
+    w: Layout,
+    bias: Layout | None,
+    out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
+    options: _Options,
+    boundaries: tuple[str, ...],
+) -> LayerPlan:
+    geometry = _geometry(where, x.shape, w.shape, options)
+    for n, pads, boundary in zip(geometry.shape, geometry.padding, boundaries, strict=True):
+        if boundary != "zero" and not n and max(pads) > 0:
+            got = f"{boundary!r} for an array of shape {list(x.shape)}"
+            need = "entries that continue the array beyond its ends"
+            raise LayoutError.at(where, argument="boundary", got=got, need=need, mend='boundary="zero", or padding=0')
+    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, boundaries)
 
 
-def _input_adjoint_vjp_w(h, _ans, g, _w, *, shape, options) -> Any:
-    return _conv_weight_adjoint(g, h, kernel=_w.shape[2:], options=options)
+@lru_cache(maxsize=1024)
+def _transpose_plan(
+    where: str,
+    x: Layout,
+    w: Layout,
+    bias: Layout | None,
+    out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
+    options: _Options,
+    extra: tuple[int, ...],
+) -> LayerPlan:
+    geometry = _transposed_geometry(where, x.shape, w.shape, options, extra)
+    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, ("zero",) * len(extra))
 
 
-@primitive("conv_input_adjoint", _input_adjoint_vjp_g, _input_adjoint_vjp_w, early=True)
-def _conv_input_adjoint(g, w, *, shape, options) -> Any:
-    return kernels.of(g).conv_input_adjoint(g, w, shape, *options)
+def _plan(
+    where: str,
+    x: Layout,
+    w: Layout,
+    bias: Layout | None,
+    out_spec: Spec | None,
+    batch_axes: tuple[str, ...],
+    geometry: Geometry,
+    boundaries: tuple[str, ...],
+) -> LayerPlan:
+    on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
+    plan = (GridPlan if on_some else SpecPlan)(where, x, w, bias, out_spec, geometry, boundaries, batch_axes)
+    if bias is not None:
+        _check_bias(where, bias.shape, plan.shape)
+    return plan
 
 
-@primitive(
-    "conv_weight_adjoint",
-    lambda h, _ans, _g, x, *, kernel, options: _conv(x, h, options=options),
-    lambda h, _ans, g, _x, *, kernel, options: _conv_input_adjoint(g, h, shape=_x.shape[2:], options=options),
-)
-def _conv_weight_adjoint(g, x, *, kernel, options) -> Any:
-    return kernels.of(g).conv_weight_adjoint(g, x, kernel, *options)
+def _run(
+    where: str,
+    operands: list[Operand],
+    out_spec: Spec | None,
+    groups: int,
+    plan: Callable[..., LayerPlan],
+    *,
+    transposed: bool = False,
+) -> Any:
+    """The layer by plan(x, w, bias, out_spec, batch_axes) of layouts. In bodies batch and channels are treated by specs
+    alone where that is possible, so that their lengths are not exchanged."""
+    (_, x, spec, shape, _), (_, w, w_spec, _, _), (_, bias, *_) = operands
+    worker = WORKER.get()
+    if worker is None or operands[0].value is not None:
+        return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
+    for argument, each in (("spec", spec), ("w_spec", w_spec), ("out_spec", out_spec)):
+        if isinstance(each, P):
+            each.check(worker.mesh.axes, where, argument, x.ndim)
+    lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None
+    found = without_channels(spec, w_spec, out_spec, x.ndim, groups, transposed)
+    inner = without_batch(spec, w_spec, out_spec, x.ndim) if found is None else found[1]
+    if inner is None:
+        return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
+    x = x if found is None else found[0].before(x)
+    if lengths is not None:
+        lengths[: 1 if found is None else 2] = x.shape[: 1 if found is None else 2]
+        shape = tuple(lengths)
+    made = lambda x, w, b: plan(x, w, b, inner.out_spec, inner.batch)
+    around = bias if found is None else None
+    y = run_layer(where, made, _operands(x, w, around, inner.spec, inner.w_spec, shape, groups, transposed))
+    if found is None:
+        return y
+    if bias is not None:
+        _check_bias(where, np.shape(bias), y.shape)
+    return found[0].after(y, bias)
 
 
-# The outputs of a block are summed from the block and from slabs of its neighbours.
+def _operands(
+    x: Any, w: Any, bias: Any, spec: Spec | None, w_spec: Spec | None, shape: Any, groups: int, transposed: bool
+) -> list[Operand]:
+    def like_weights(before: Sequence[Layout | None]) -> Layout:
+        assert before[1] is not None
+        return bias_layout(before[1], groups, transposed)
+
+    return [Operand("spec", x, spec, shape), Operand("w_spec", w, w_spec), Operand("bias", bias, derive=like_weights)]
 
 
-def _add_part_vjp_slab(g, _ans, _y, _slab, w, *, outputs, options) -> Any:
-    return _conv_input_adjoint(g[outputs], w, shape=_slab.shape[2:], options=options)
+def _on_whole(where: str, geometry: Geometry, x: Any, w: Any, bias: Any) -> Any:
+    y = geometry.on_whole(x, w)
+    if bias is None:
+        return y
+    _check_bias(where, np.shape(bias), y.shape)
+    return with_bias(y, bias)
 
 
-def _add_part_vjp_w(g, _ans, _y, slab, _w, *, outputs, options) -> Any:
-    return _conv_weight_adjoint(g[outputs], slab, kernel=_w.shape[2:], options=options)
+def _geometry(where: str, x: tuple[int, ...], w: tuple[int, ...], options: _Options) -> Geometry:
+    """The geometry of a convolution of whole arrays of these shapes."""
+    stride, padding, dilation, groups = options
+    if x[1] != w[1] * groups:
+        raise _wrong_channels(where, x, w, groups)
+    _check_filters(where, x, w, groups)
+    lengths, kernel = x[2:], w[2:]
+    padding = paddings(where, padding, lengths, kernel, stride, dilation, minimum=None)
+    outputs = tuple(map(output_length, lengths, kernel, stride, padding, dilation))
+    return Geometry(lengths, outputs, kernel, stride, padding, dilation, groups)
 
 
-@primitive("conv", lambda g, _ans, _y, _slab, _w, *, outputs, options: g, _add_part_vjp_slab, _add_part_vjp_w)
-def _add_part(y, slab, w, *, outputs, options) -> Any:
-    """Add the part of the outputs `of` that a slab contributes to y, in place: `_conv` has just computed y."""
-    if slab.size and y[outputs].size:
-        y[outputs] += kernels.of(slab).conv(slab, w, *options)
-    return y
+def _wrong_channels(where: str, x: tuple[int, ...], w: tuple[int, ...], groups: int) -> SpecError:
+    if w[1] and x[1] % w[1] == 0:
+        mend = f"groups={x[1] // w[1]}"
+    else:
+        mend = f"w of shape {[w[0], x[1] // groups, *w[2:]]}"
+    got = f"w of shape {list(w)}, of {w[1]} channels for each of {groups} groups, for x of {x[1]}"
+    need = "shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)"
+    return SpecError.at(where, argument="w", got=got, need=need, mend=mend)
 
 
-def _over_blocks(where: str, image: Any, w, spec: P, shape: Any, boundary: Any, options: tuple) -> Any:
-    worker, dims = here(where), image.ndim - 2
-    names = _spatial_axes(where, image, spec, worker)
-    boundaries = _boundaries(where, boundary, dims)
-    along_space = tuple(n for axes in names for n in axes)
-    # The faces of a block differ between workers even if the block does not.
-    x: Any = varying(image, along_space) if type(image) is Array and along_space else image
-    lengths = _lengths(where, worker, x, spec, names, shape)
-    stride, padding, dilation, groups = _options(where, tuple(map(sum, lengths)), w, *options)
-    places = tuple(worker.group(n).index for n in names)
-    plan = plan_parts(lengths, names, worker.mesh.sides, places, tuple(w.shape[2:]), stride, padding, dilation)
-    space, no_halos = P(None, None, *(n or None for n in names)), ((0, 0),) * 2
-    # Outputs in short dtypes are computed at once, because adding the parts of slabs would round twice.
-    if plan.slabs is None or set(boundaries) != {"zero"} or x.dtype.itemsize < 4:
-        widths = [v.widths for v in plan.windows]
-        sizes = (None, None, *lengths)
-        with_halos = halo_exchange(x, space, (*no_halos, *widths), ("none", "none", *boundaries), sizes=sizes)
-        return _conv(with_halos, w, options=(stride, ((0, 0),) * dims, dilation, groups))
-    slabs = []
-    for s in plan.slabs:
-        d = 2 + s.d
-        faces = np.concatenate((x[along(d, 0, s.low)], x[along(d, x.shape[d] - s.high, None)]), axis=d)
-        halos = halo_exchange(faces, space, (*no_halos, *s.widths), sizes=(None, None, *s.sizes))
-        slabs += [halos[along(d, 0, s.halos[0])], halos[along(d, halos.shape[d] - s.halos[1], None)]]
-    y = _conv(x, w, options=(stride, plan.own.padding, dilation, groups))
-    for slab, part in zip(slabs, (p for s in plan.slabs for p in s.parts), strict=True):
-        outputs = (slice(None), slice(None), *part.outputs)
-        y = _add_part(y, slab, w, outputs=outputs, options=(stride, part.padding, dilation, groups))
-    return y
-
-
-def _spatial_axes(where: str, x: Any, spec: Any, worker: Worker) -> tuple[tuple[str, ...], ...]:
-    """The axes that split each spatial dimension."""
-    checked_spec(where, spec, worker.mesh.axes, x.ndim, space=2)
-    _, channels, *space = (*spec.dims, *[()] * (x.ndim - len(spec)))
-    if worker.group(channels).size > 1:
-        raise SpecError.at(
-            where,
-            argument="spec",
-            got=f"{spec}, whose channels are split over {' and '.join(map(repr, channels))}",
-            need="whole channels on each worker",
-            mend="leave the channels out of spec, convolve this worker's channels with their part of w, and psum",
-        )
-    return tuple(space)
+def _missing_spec(where: str, shape: Any, boundary: Any) -> SpecError:
+    argument, got = ("boundary", repr(boundary)) if shape is None else ("shape", repr(shape))
+    mend = 'spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does'
+    return SpecError.at(where, argument=argument, got=got, need="a spec beside it", mend=mend)
 
 
 def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
@@ -140,186 +293,94 @@ def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
             argument="boundary",
             got=repr(boundary),
             need=f"one of {', '.join(allowed)}, or one for each of the {dims} spatial dimensions",
-            mend=f'boundary="{closest(wrong, allowed)}"; padding=0 for none',
+            mend=f'boundary="{_OTHER_NAMES.get(str(wrong)) or closest(wrong, allowed)}"; padding=0 for none',
         )
     return boundaries
 
 
-def _lengths(where: str, worker: Worker, x: Any, spec: P, names: Any, shape: Any) -> tuple[tuple[int, ...], ...]:
-    """The lengths of all blocks in each spatial dimension."""
-    if shape is None:
-        return lengths_met("functions.conv", worker, ((), (), *names), tuple(x.shape), x.dtype)[2:]
-    lengths = balanced(where, spec, shape, worker.mesh.axes)
-    own = [n[worker.group(a).index] for n, a in zip(lengths[2:], names, strict=False)]
-    if len(lengths) != x.ndim or own != [*x.shape[2:]]:
-        raise LayoutError.at(
-            where,
-            argument="x",
-            got=describe(x),
-            need=f"the spatial lengths {own} of this worker's block of an array of shape {list(shape)}",
-            mend="leave shape out: the workers then exchange the lengths of their blocks",
-        )
-    return tuple(lengths[2:])
-
-
-@api_boundary
-def conv(
-    x,
-    w,
-    bias=None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    *,
-    spec: P | None = None,
-    shape: Sequence[int] | None = None,
-    boundary: str | Sequence[str] = "zero",
-):
-    """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
-
-    x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex.
-    Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1. As in neural networks, the kernel
-    is not flipped.
-    stride, dilation: an int, or one per spatial dimension. padding: an int, an int or a pair (low, high) for each
-    dimension, "SAME" or "VALID"; negative numbers crop. groups: channels and filters are split into this many
-    independent groups; groups = C is a depthwise convolution.
-
-    Linear in x and in w. Adjoint in x: `conv_transpose` of g with w; in w: g correlated with x.
-
-    spec: in a body, the axes that split the batch and the spatial dimensions of an array of which x is this worker's
-    block. y is then its block of the convolution of the whole array, balanced along the spatial dimensions. boundary:
-    the values of the padding, "zero", "periodic", "reflect" or "edge", for all spatial dimensions or for each (needs a
-    spec; P() for a whole array). shape: of the whole array, if its blocks are balanced. Without it the workers exchange
-    the lengths of their blocks first.
-    Cost: one halo exchange in each split dimension, of as many entries of each face as the kernel reaches; backward its
-    adjoint. Blocks are not copied for the halo, except if a kernel reaches beyond the next block, with boundaries other
-    than zeros, and in short floating-point dtypes.
-
-    Raises SpecError and LayoutError if shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
-    """
-    where = "spmd.functions.conv"
-    x, w, groups = _arrays(where, x, w, groups)
-    if x.shape[1] != w.shape[1] * groups:
-        raise _wrong_channels(where, x, w, groups)
-    if spec is None:
-        if shape is not None or boundary != "zero":
-            raise _missing_spec(where, shape, boundary)
-        y = _conv(x, w, options=_options(where, x.shape[2:], w, stride, padding, dilation, groups))
-    else:
-        y = _over_blocks(where, x, w, spec, shape, boundary, (stride, padding, dilation, groups))
-    return _with_bias(where, y, bias)
-
-
-def _wrong_channels(where: str, x: Any, w: Any, groups: int) -> SpecError:
-    if w.shape[1] and x.shape[1] % w.shape[1] == 0:
-        mend = f"groups={x.shape[1] // w.shape[1]}"
-    else:
-        mend = f"w of shape {[w.shape[0], x.shape[1] // groups, *w.shape[2:]]}"
-    got = f"{describe(w)}, of {w.shape[1]} channels for each of {groups} groups, for x of {x.shape[1]}"
-    need = "shape (O, C / groups, *kernel) for x of shape (N, C, *spatial)"
-    return SpecError.at(where, argument="w", got=got, need=need, mend=mend)
-
-
-def _missing_spec(where: str, shape: Any, boundary: Any) -> SpecError:
-    argument, got = ("boundary", repr(boundary)) if shape is None else ("shape", repr(shape))
-    mend = 'spec=P(None, None, "x") where axis x splits the first spatial dimension, P() where none does'
-    return SpecError.at(where, argument=argument, got=got, need="a spec beside it", mend=mend)
-
-
-@api_boundary
-def conv_transpose(
-    x, w, bias=None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1
-):
-    """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
-
-    x: (N, O, *m). w: (O, C / groups, *kernel). bias: (C,). Gives (N, C, *n), n = (m - 1) stride - low - high +
-    dilation (kernel - 1) + output_padding + 1. output_padding: `conv` maps several n to the same m; this chooses one of
-    them. It is less than the stride or the dilation, and reduces the cropping at the high end, or adds zeros there.
-
-    Linear in x and in w. Adjoint in x: `conv`. Raises SpecError where shapes or options do not fit.
-    Arguments as in torch.nn.functional.conv_transpose2d.
-    """
-    where = "spmd.functions.conv_transpose"
-    x, w, groups = _arrays(where, x, w, groups)
-    if x.shape[1] != w.shape[0]:
+def _transposed_geometry(
+    where: str, x: tuple[int, ...], w: tuple[int, ...], options: _Options, extra: tuple[int, ...]
+) -> Geometry:
+    """The geometry of a transposed convolution of whole arrays of these shapes, with output_padding in the padding."""
+    strides, padding, dilations, groups = options
+    if x[1] != w[0]:
         raise SpecError.at(
             where,
             argument="w",
-            got=f"{describe(w)} for x of {x.shape[1]} channels",
+            got=f"w of shape {list(w)} for x of {x[1]} channels",
             need="shape (O, C / groups, *kernel) for x of shape (N, O, *spatial)",
-            mend=f"w of shape {[x.shape[1], *w.shape[1:]]}",
+            mend=f"w of shape {[x[1], *w[1:]]}",
         )
-    if isinstance(padding, str):
-        need = "numbers: the length of the result is not known beforehand"
-        raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
-    options = _options(where, x.shape[2:], w, stride, padding, dilation, groups)
-    shape, options = _transposed_shape(where, x, w, output_padding, options)
-    return _with_bias(where, _conv_input_adjoint(x, w, shape=shape, options=options), bias)
-
-
-def _transposed_shape(where: str, x: Any, w: Any, output_padding: Any, options: tuple) -> tuple[tuple[int, ...], tuple]:
-    """The spatial shape of a transposed convolution, and the options with output_padding in the padding."""
-    strides, paddings_, dilations, groups = options
-    extra = per_dimension(where, "output_padding", output_padding, x.ndim - 2, minimum=0)
+    _check_filters(where, x, w, groups)
     if any(o and o >= max(s, d) for o, s, d in zip(extra, strides, dilations, strict=True)):
         need = f"less than the stride {strides} or the dilation {dilations}"
-        raise SpecError.at(
-            where, argument="output_padding", got=repr(output_padding), need=need, mend="output_padding=0"
-        )
-    paddings_ = tuple((low, high - o) for (low, high), o in zip(paddings_, extra, strict=True))
-    sizes = zip(x.shape[2:], w.shape[2:], strides, paddings_, dilations, strict=True)
-    shape = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
-    if min(shape) < 0 or 0 in x.shape[2:]:
-        got = f"{describe(x)}, which gives the lengths {list(shape)}"
+        raise SpecError.at(where, argument="output_padding", got=repr(extra), need=need, mend="output_padding=0")
+    padding = paddings(where, padding, x[2:], w[2:], strides, dilations, minimum=None)
+    padding = tuple((low, high - o) for (low, high), o in zip(padding, extra, strict=True))
+    sizes = zip(x[2:], w[2:], strides, padding, dilations, strict=True)
+    outputs = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
+    if min(outputs) < 0 or 0 in x[2:]:
+        got = f"x of shape {list(x)}, which gives the lengths {list(outputs)}"
         need = "at least one entry in each spatial dimension, and less padding than there is to crop"
         raise SpecError.at(where, argument="x", got=got, need=need, mend="a smaller padding")
-    return shape, (strides, paddings_, dilations, groups)
+    return Geometry(x[2:], outputs, w[2:], strides, padding, dilations, groups, transposed=True)
 
 
 def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
-    need = "floating or complex numbers"
-    x, w = (as_array(where, name, a, "fc", need, f"{name}.astype(float)") for name, a in (("x", x), ("w", w)))
+    x, w = (_numbers(where, name, a) for name, a in (("x", x), ("w", w)))
     check_spatial(where, x)
-    if w.ndim != x.ndim or 0 in w.shape[2:]:
-        raise SpecError.at(
-            where,
-            argument="w",
-            got=f"{describe(w)} for {describe(x)}",
-            need=f"shape (O, C / groups, *kernel), a kernel of {x.ndim - 2} dimensions with entries",
-            mend="the spatial dimensions of x and w correspond, one by one",
-        )
+    if w.ndim != x.ndim:
+        raise _wrong_kernel(where, describe(w), describe(x), x.ndim - 2)
     (groups,) = per_dimension(where, "groups", groups, 1)
-    if w.shape[0] % groups:
-        raise SpecError.at(
-            where,
-            argument="groups",
-            got=f"{groups} for w of {w.shape[0]} filters",
-            need="a divisor of the number of filters",
-            mend="groups=1",
-        )
     return x, w, groups
 
 
-def _options(
-    where: str, shape: tuple[int, ...], w: Any, stride: Any, padding: Any, dilation: Any, groups: int
-) -> tuple:
-    """(stride, padding, dilation, groups), an entry for each dimension."""
-    dims, kernel = len(shape), tuple(w.shape[2:])
+def _numbers(where: str, argument: str, x: Any) -> Any:
+    """x as an array of numbers that can be multiplied and differentiated, of any library."""
+    need, mend = "floating or complex numbers", f"{argument}.astype(float)"
+    if global_value(x) is None and frontend(x) is None:
+        return as_array(where, argument, x, "fc", need, mend)
+    dtype = dtype_of(x)
+    if not (dtype.kind in "fc" or (dtype.kind == "V" and dtype.name[0] in "bf")):
+        raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
+    return x
+
+
+def _wrong_kernel(where: str, w: str, x: str, dims: int) -> SpecError:
+    need = f"shape (O, C / groups, *kernel), a kernel of {dims} dimensions with entries"
+    mend = "the spatial dimensions of x and w correspond, one by one"
+    return SpecError.at(where, argument="w", got=f"{w} for {x}", need=need, mend=mend)
+
+
+def _check_filters(where: str, x: tuple[int, ...], w: tuple[int, ...], groups: int) -> None:
+    if 0 in w[2:]:
+        raise _wrong_kernel(where, f"w of shape {list(w)}", f"x of shape {list(x)}", len(w) - 2)
+    if w[0] % groups:
+        raise SpecError.at(
+            where,
+            argument="groups",
+            got=f"{groups} for w of {w[0]} filters",
+            need="a divisor of the number of filters",
+            mend="groups=1",
+        )
+
+
+def _plain(where: str, x: Any, w: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> _Options:
+    """The options with an entry for each dimension. A padding that depends on the lengths stays a word."""
+    dims, kernel = x.ndim - 2, tuple(w.shape[2:])
     strides, dilations = per_dimension(where, "stride", stride, dims), per_dimension(where, "dilation", dilation, dims)
-    return strides, paddings(where, padding, shape, kernel, strides, dilations, minimum=None), dilations, groups
+    if not isinstance(padding, str):
+        padding = paddings(where, padding, (0,) * dims, kernel, strides, dilations, minimum=None)
+    return strides, padding, dilations, groups
 
 
-def _with_bias(where: str, y: Any, bias: Any) -> Any:
-    if bias is None:
-        return y
-    if np.shape(bias) != y.shape[1:2]:
+def _check_bias(where: str, bias: tuple[int, ...], result: tuple[int, ...]) -> None:
+    if bias != result[1:2]:
         raise SpecError.at(
             where,
             argument="bias",
-            got=describe(bias),
-            need=f"shape {[y.shape[1]]}, a number for each channel of the result",
+            got=f"shape {list(bias)}",
+            need=f"shape {[result[1]]}, a number for each channel of the result",
             mend="leave it out, or add an array of another shape to the result",
         )
-    return y + bias.reshape(-1, *(1,) * (y.ndim - 2))

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from spmd.layout import Layout, P
 from spmd.window import Window
-from spmd.window_nd import plan_windows
 
 __all__ = ["BlockParts", "Part", "Slabs", "plan_parts"]
 
 Pair = tuple[int, int]
-Axes = tuple[str, ...]
 
 
 class Part(NamedTuple):
@@ -45,36 +42,20 @@ class Slabs(NamedTuple):
 
 
 class BlockParts(NamedTuple):
-    """windows: of each dimension. own: the block itself. slabs: of its neighbours; None if some outputs need a block
-    beyond the next, or do not touch their own block."""
+    """own: the block itself. slabs: of its neighbours; None if some outputs need a block beyond the next, or do not
+    touch their own block."""
 
-    windows: tuple[Window, ...]
     own: Part
     slabs: tuple[Slabs, ...] | None
 
 
 @lru_cache(maxsize=256)
-def plan_parts(
-    lengths: tuple[tuple[int, ...], ...],
-    names: tuple[Axes, ...],
-    axes: tuple[tuple[str, int], ...],
-    places: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[Pair, ...],
-    dilation: tuple[int, ...],
-) -> BlockParts:
-    """lengths: of all blocks in each dimension. names: the axes that split it. axes: of the mesh, with their sizes.
-    places: the index of this block in each dimension. The outputs lie in balanced blocks."""
-    spec = P(*(n or None for n in names))
-    source = Layout([sum(n) for n in lengths], spec, dict(axes), lengths)
-    plan = plan_windows(source, kernel, stride=stride, padding=padding, dilation=dilation)
-    windows = plan.dims
+def plan_parts(windows: tuple[Window, ...], places: tuple[int, ...]) -> BlockParts:
+    """The parts of the block with these indices. windows: of each dimension, with taps."""
     own = [_for_all_outputs(w, block, *w.input_bounds[block]) for w, block in zip(windows, places, strict=True)]
     moving = [d for d, w in enumerate(windows) if len(w.inputs) > 1 and any(map(any, _halos(w)))]
     near = all(_only_neighbours(windows[d]) for d in moving)
-    slabs = tuple(_slabs(windows, places, own, d) for d in moving) if near else None
-    return BlockParts(windows, _part(own), slabs)
+    return BlockParts(_part(own), tuple(_slabs(windows, places, own, d) for d in moving) if near else None)
 
 
 _PartAlong = tuple[Pair, slice]

@@ -11,12 +11,12 @@ import numpy as np
 
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import fetched
-from spmd.layout import Layout
+from spmd.layout import Box, Layout
 from spmd.mesh import here
 from spmd.operators.halo import halo_exchange
 from spmd.window import Window
 
-__all__ = ["extended", "mapped"]
+__all__ = ["continued", "extended", "mapped"]
 
 Pair = tuple[int, int]
 
@@ -32,7 +32,7 @@ def extended(x: Any, source: Layout, windows: Sequence[Window | None], boundarie
     the entries lie.
     """
     if source.spec is None:
-        return _fetched(x, source, windows, boundaries)
+        return continued(x, source, _needs(source, tuple(windows)), boundaries)
     inside = [w is None or b == "none" for w, b in zip(windows, boundaries, strict=True)]
     no_halo = ((0, 0),)
     widths = [
@@ -44,9 +44,13 @@ def extended(x: Any, source: Layout, windows: Sequence[Window | None], boundarie
     return halo_exchange(x, source.spec, widths, each, sizes=source.cuts)
 
 
-def _fetched(x: Any, source: Layout, windows: Sequence[Window | None], boundaries: Sequence[str]) -> Any:
-    """On some of the workers: the parts below, inside and above the array in each dimension, fetched and joined."""
-    plan = _parts(source, tuple(windows), tuple(boundaries))
+def continued(x: Any, source: Layout, needs: Sequence[Box | None], boundaries: Sequence[str]) -> Any:
+    """The box that this worker needs of the whole array, continued beyond its ends.
+
+    x: this worker's block of `source`. needs: for each worker (start, stop) in every dimension; None: nothing.
+    boundaries: as for `extended`; where one is "none" the boxes are cut to the array. Boxes may lie anyhow.
+    """
+    plan = _parts(source, tuple(needs), tuple(boundaries))
     me, xp = here("spmd.functions").index, namespace(x)
     parts = {}
     for choice, boxes, indices in plan:
@@ -55,10 +59,12 @@ def _fetched(x: Any, source: Layout, windows: Sequence[Window | None], boundarie
             if index is not None:
                 part = local(x, "pads").take(part, index, d)
         parts[choice] = part
-    joined = _joined(parts, len(windows), xp)
+    joined, own = _joined(parts, len(boundaries), xp), needs[me]
+    if own is None:
+        return joined
     pads = [
-        w.pads[place[d]] if w is not None and b == "zero" and (place := source.positions(me)) is not None else (0, 0)
-        for d, (w, b) in enumerate(zip(windows, boundaries, strict=True))
+        (min(stop, 0) - min(start, 0), max(stop, n) - max(start, n)) if boundary == "zero" else (0, 0)
+        for (start, stop), n, boundary in zip(own, source.shape, boundaries, strict=True)
     ]
     return local(x, "pads").pad(joined, pads)
 
@@ -74,11 +80,25 @@ def _joined(parts: dict[tuple[int, ...], Any], ndim: int, xp: Any) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _parts(source: Layout, windows: tuple[Window | None, ...], boundaries: tuple[str, ...]) -> list[tuple]:
+def _needs(source: Layout, windows: tuple[Window | None, ...]) -> tuple[Box | None, ...]:
+    """For each worker the box that the windows of its outputs need; its block in dimensions without a window."""
+    needs: list[Box | None] = []
+    for worker, box in enumerate(source.boxes):
+        place = source.positions(worker)
+        needs.append(
+            None
+            if place is None
+            else tuple(b if w is None else w.needs[k] for b, w, k in zip(box, windows, place, strict=True))
+        )
+    return tuple(needs)
+
+
+@lru_cache(maxsize=256)
+def _parts(source: Layout, needs: tuple[Box | None, ...], boundaries: tuple[str, ...]) -> list[tuple]:
     """What is fetched, part by part: its place in each dimension, below (0), inside (1) or above (2); the boxes of all
     workers; and for each worker and dimension the index into the box, or None where the box is in order."""
-    ndim = len(windows)
-    lines = [_lines(source, d, windows[d], boundaries[d]) for d in range(ndim)]
+    ndim = len(boundaries)
+    lines = [_lines(source, d, needs, boundaries[d]) for d in range(ndim)]
     choices = itertools.product(
         *([p for p in range(3) if p == 1 or any(len(own[p]) for own in line)] for line in lines)
     )
@@ -100,15 +120,14 @@ def _within(index: np.ndarray) -> np.ndarray | None:
     return index - index.min()
 
 
-def _lines(source: Layout, d: int, window: Window | None, boundary: str) -> list[tuple[np.ndarray, ...]]:
+def _lines(source: Layout, d: int, needs: Sequence[Box | None], boundary: str) -> list[tuple[np.ndarray, ...]]:
     """For each worker the entries of dimension d that it needs: for places below the array, inside, and above."""
     n, lines = source.shape[d], []
-    for w in range(source.size):
-        place = source.positions(w)
-        if place is None:
+    for box in needs:
+        if box is None:
             lines.append((np.arange(0),) * 3)
             continue
-        start, stop = source.boxes[w][d] if window is None else window.needs[place[d]]
+        start, stop = box[d]
         inside = np.arange(min(max(start, 0), n), max(min(stop, n), 0))
         ends = (np.arange(start, min(stop, 0)), np.arange(max(start, n), stop))
         lines.append((mapped(ends[0], n, boundary), inside, mapped(ends[1], n, boundary)))

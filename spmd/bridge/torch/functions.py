@@ -13,6 +13,8 @@ from spmd.tracebacks import api_boundary
 if TYPE_CHECKING:
     from spmd.functions import (
         avg_pool,
+        conv,
+        conv_transpose,
         gru,
         linear,
         lstm,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "avg_pool",
+    "conv",
+    "conv_transpose",
     "gru",
     "linear",
     "lstm",
