@@ -7,21 +7,35 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.frontends import frontend
+from spmd.functions.arguments import as_floating
 from spmd.global_ops.call import global_value
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Worker, here
 from spmd.operators.halo_arguments import balanced
 from spmd.transport.call import Call
 
-__all__ = ["checked_target", "dtype_of", "layout_of_operand", "same_grid", "spec_of_names"]
+__all__ = ["checked_target", "dtype_of", "floating_operand", "layout_of_operand", "same_grid", "spec_of_names"]
 
 
 def dtype_of(x: Any) -> np.dtype:
     """The NumPy dtype of an array of any library."""
     other = frontend(x)
     return np.dtype(x.dtype) if other is None else other.dtype(x)
+
+
+def floating_operand(where: str, argument: str, x: Any) -> Any:
+    """x, if it is an array of real floating-point numbers: of any library, or a global one."""
+    value = global_value(x)
+    if value is None and frontend(x) is None:
+        return as_floating(where, argument, x)
+    dtype = dtype_of(x) if value is None else value.dtype
+    if kind_of_dtype(dtype) != "f":
+        need, mend = "real floating-point numbers", f"{argument}.astype(float), {argument}.double() of a tensor"
+        raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
+    return x
 
 
 def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shape: Any = None) -> Layout:

@@ -11,9 +11,9 @@ from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from spmd.functions import linear
+    from spmd.functions import batch_norm, group_norm, instance_norm, layer_norm, linear, rms_norm
 
-__all__ = ["linear"]
+__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "linear", "rms_norm"]
 
 _uncompiled: Any = torch.compiler.disable
 """Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""
