@@ -11,9 +11,39 @@ from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
-    from spmd.functions import batch_norm, group_norm, instance_norm, layer_norm, linear, rms_norm
+    from spmd.functions import (
+        batch_norm,
+        binary_cross_entropy,
+        binary_cross_entropy_with_logits,
+        group_norm,
+        huber_loss,
+        instance_norm,
+        kl_div,
+        l1_loss,
+        layer_norm,
+        linear,
+        mse_loss,
+        poisson_nll_loss,
+        rms_norm,
+        smooth_l1_loss,
+    )
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "linear", "rms_norm"]
+__all__ = [
+    "batch_norm",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "group_norm",
+    "huber_loss",
+    "instance_norm",
+    "kl_div",
+    "l1_loss",
+    "layer_norm",
+    "linear",
+    "mse_loss",
+    "poisson_nll_loss",
+    "rms_norm",
+    "smooth_l1_loss",
+]
 
 _uncompiled: Any = torch.compiler.disable
 """Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""
