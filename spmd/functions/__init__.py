@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spmd.functions.dropouts import *  # noqa: F403
     from spmd.functions.embeddings import *  # noqa: F403
     from spmd.functions.interpolation import *  # noqa: F403
+    from spmd.functions.losses import *  # noqa: F403
     from spmd.functions.normalisation import *  # noqa: F403
     from spmd.functions.padding import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
@@ -51,6 +52,16 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "cross_entropies": ("softmax_cross_entropy",),
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("inject", "sample"),
+    "losses": (
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "mse_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+    ),
     "normalisation": (
         "batch_norm",
         "group_norm",

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
-from spmd.frontends import frontend
-from spmd.functions.arguments import as_array
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
-from spmd.functions.layouts import dtype_of
+from spmd.functions.layouts import as_operand
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
-from spmd.global_ops.call import global_value
 from spmd.kernels.windows import output_length
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER
@@ -328,23 +325,15 @@ def _transposed_geometry(
 
 def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
-    x, w = (_numbers(where, name, a) for name, a in (("x", x), ("w", w)))
+    x, w = (
+        as_operand(where, name, a, "fc", "floating or complex numbers", f"{name}.astype(float)")
+        for name, a in (("x", x), ("w", w))
+    )
     check_spatial(where, x)
     if w.ndim != x.ndim:
         raise _wrong_kernel(where, describe(w), describe(x), x.ndim - 2)
     (groups,) = per_dimension(where, "groups", groups, 1)
     return x, w, groups
-
-
-def _numbers(where: str, argument: str, x: Any) -> Any:
-    """x as an array of numbers that can be multiplied and differentiated, of any library."""
-    need, mend = "floating or complex numbers", f"{argument}.astype(float)"
-    if global_value(x) is None and frontend(x) is None:
-        return as_array(where, argument, x, "fc", need, mend)
-    dtype = dtype_of(x)
-    if not (dtype.kind in "fc" or (dtype.kind == "V" and dtype.name[0] in "bf")):
-        raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
-    return x
 
 
 def _wrong_kernel(where: str, w: str, x: str, dims: int) -> SpecError:

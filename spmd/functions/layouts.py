@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
@@ -16,7 +17,15 @@ from spmd.mesh import Worker, here
 from spmd.operators.halo_arguments import balanced
 from spmd.transport.call import Call
 
-__all__ = ["as_operand", "checked_target", "dtype_of", "layout_of_operand", "same_grid", "spec_of_names"]
+__all__ = [
+    "as_operand",
+    "checked_target",
+    "dtype_of",
+    "floating_operand",
+    "layout_of_operand",
+    "same_grid",
+    "spec_of_names",
+]
 
 
 def dtype_of(x: Any) -> np.dtype:
@@ -26,13 +35,19 @@ def dtype_of(x: Any) -> np.dtype:
 
 
 def as_operand(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
-    """x as an array whose dtype is of one of these kinds, as `as_array`; a tensor or a global array, too."""
-    if frontend(x) is None and global_value(x) is None:
+    """x, if it is an array whose dtype is of one of these kinds: of any library, or a global one. See `as_array`."""
+    value = global_value(x)
+    if value is None and frontend(x) is None:
         return as_array(where, argument, x, kinds, need, mend)
-    dtype = dtype_of(x)
-    if dtype.kind not in kinds and not (dtype.kind == "V" and "f" in kinds):
+    if kind_of_dtype(dtype_of(x) if value is None else value.dtype) not in kinds:
         raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
     return x
+
+
+def floating_operand(where: str, argument: str, x: Any) -> Any:
+    """x, if it is an array of real floating-point numbers: of any library, or a global one."""
+    mend = f"{argument}.double()" if frontend(x) is not None else f"{argument}.astype(float)"
+    return as_operand(where, argument, x, "f", "real floating-point numbers", mend)
 
 
 def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shape: Any = None) -> Layout:

@@ -88,13 +88,13 @@ def test_sums_of_short_numbers_stay_in_range(dtype):
         return mesh.map(f, in_specs=(P("m"), P(), P()), out_specs=P("m"))
 
     rows = mesh.map(
-        lambda x: F.layer_norm(np.reshape(x, (1, -1)), axis_name="m"), in_specs=P("m"), out_specs=P(None, "m")
+        lambda x: F.layer_norm(np.reshape(x, (1, -1)), spec=P(None, "m")), in_specs=P("m"), out_specs=P(None, "m")
     )
     near(F.moments(x, (0, 2, 3)), F.moments(wide, (0, 2, 3)), dtype)
     near(rows(x), F.layer_norm(wide.reshape(1, -1)), dtype)
     for f in (
         F.batch_norm,
-        split(lambda x, w, b: F.batch_norm(x, w, b, axis_name="m")),
+        split(lambda x, w, b: F.batch_norm(x, w, b, spec=P("m"))),
         lambda x, w, b: F.group_norm(x, 1, w, b),
     ):
         wanted = spmd.vjp(f, wide, w.astype(float), b.astype(float))
@@ -202,12 +202,12 @@ def test_statistics_of_all_workers(items, scheduler):
     both = spmd.map(lambda x: F.moments(x, (0, 2), axis_name="data"), P("data"), P(), mesh=mesh)(x)
     np.testing.assert_allclose(both[0].numpy(), x.mean((0, 2)))
     np.testing.assert_allclose(both[1].numpy(), x.var((0, 2)))
-    y = spmd.map(lambda x, w, b: F.batch_norm(x, w, b, axis_name="data"), (P("data"), P(), P()), P("data"), mesh=mesh)
+    y = spmd.map(lambda x, w, b: F.batch_norm(x, w, b, spec=P("data")), (P("data"), P(), P()), P("data"), mesh=mesh)
     np.testing.assert_allclose(y(x, W, B).numpy(), F.batch_norm(x, W, B), atol=1e-12)
     weights = normal(items, 6, 6)[:, :, :5]
 
     def total(x, w, b, v):
-        return spmd.sum(F.batch_norm(x, w, b, axis_name="data") * v, "data")
+        return spmd.sum(F.batch_norm(x, w, b, spec=P("data")) * v, "data")
 
     mapped = spmd.map(total, (P("data"), P(), P(), P("data")), P(), mesh=mesh)
     serial = spmd.grad(lambda x, w, b: np.sum(F.batch_norm(x, w, b) * weights), (0, 1, 2))(x, W, B)
@@ -218,7 +218,7 @@ def test_statistics_of_all_workers(items, scheduler):
 
 def test_batch_norm_costs_one_gather_and_two_sums():
     with spmd.Mesh(data=3, transport="local"):
-        loss = spmd.map(lambda x: spmd.psum(np.sum(F.batch_norm(x, axis_name="data") ** 3), "data"), P("data"), P())
+        loss = spmd.map(lambda x: spmd.psum(np.sum(F.batch_norm(x, spec=P("data")) ** 3), "data"), P("data"), P())
         with spmd.ledger() as forward:
             loss(X)
         with spmd.ledger() as both:
@@ -235,7 +235,7 @@ def test_rows_that_are_spread(name, n, scheduler):
     f = getattr(F, name)
 
     def total(x, w, v):
-        return spmd.sum(f(x, w, axis_name="model") * v, ("data", "model"))
+        return spmd.sum(f(x, w, spec=P("data", "model")) * v, ("data", "model"))
 
     spread = P("data", "model")
     mapped = spmd.map(total, (spread, P("model"), spread), P(), mesh=mesh)
@@ -251,25 +251,29 @@ def test_rows_that_are_spread(name, n, scheduler):
 def test_rows_that_are_the_same_everywhere_are_not_split(name):
     """Copies of whole rows or equal parts of longer ones: one of them the function would get wrong."""
     mesh, f = spmd.Mesh(a=2, m=3, transport="local"), getattr(F, name)
+    by_spec = name.endswith("norm")
     for spec, axes, same in ((P(), "m", "m"), (P(None, "m"), ("a", "m"), "a"), (P(), ("a", "m"), "a")):
-        split = mesh.map(lambda x, axes=axes: f(x, axis_name=axes), in_specs=spec, out_specs=spec)
-        words = rf"{name}: argument axis_name\n.*the same on all workers along '{same}'[\s\S]*pvary\(x, '{same}'\)"
+        options = {"spec": P(None, axes)} if by_spec else {"axis_name": axes}
+        split = mesh.map(lambda x, options=options: f(x, **options), in_specs=spec, out_specs=spec)
+        argument = "spec" if by_spec else "axis_name"
+        words = rf"{name}: argument {argument}\n.*the same on all workers along '{same}'[\s\S]*pvary\(x, '{same}'\)"
         with pytest.raises(StateError, match=words):
             split(normal(2, 6))
 
 
 def test_equal_parts_of_a_row_are_declared():
     mesh, x = spmd.Mesh(m=3, transport="local"), normal(2, 6)
-    for f in (F.layer_norm, F.softmax):
-        equal = mesh.map(lambda x, f=f: f(spmd.pvary(x, "m"), axis_name="m"), in_specs=P(), out_specs=P(None, "m"))
+    for f, options in ((F.layer_norm, {"spec": P(None, "m")}), (F.softmax, {"axis_name": "m"})):
+        equal = mesh.map(
+            lambda x, f=f, options=options: f(spmd.pvary(x, "m"), **options), in_specs=P(), out_specs=P(None, "m")
+        )
         np.testing.assert_allclose(equal(x).numpy(), f(np.tile(x, (1, 3))), rtol=1e-12)
 
 
-def test_a_batch_that_is_the_same_everywhere_counts_once():
-    mesh, x, running = spmd.Mesh(m=3, transport="local"), normal(5, 2), (np.zeros(2), np.ones(2))
-    f = mesh.map(lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P(), P()), out_specs=P())
-    (y, after), (one, once) = f(x, running), F.batch_norm(x, running=running)
-    for actual, wanted in zip((y, *after), (one, *once), strict=True):
+def test_entries_that_are_the_same_everywhere_count_once():
+    mesh, x = spmd.Mesh(m=3, transport="local"), normal(5, 2)
+    f = mesh.map(lambda x: F.moments(x, 0, axis_name="m"), in_specs=P(), out_specs=P())
+    for actual, wanted in zip(f(x), F.moments(x, 0), strict=True):
         np.testing.assert_allclose(np.asarray(actual), wanted, rtol=1e-12)
 
 
@@ -333,9 +337,7 @@ def test_a_batch_of_nothing_leaves_the_running_statistics():
     before = (np.float32([1, 2]), np.float32([3, 4]))
     _, after = F.batch_norm(np.zeros((0, 2)), running=before)
     mesh = spmd.Mesh(m=2, transport="local")
-    f = mesh.map(
-        lambda x, r: F.batch_norm(x, running=r, axis_name="m"), in_specs=(P("m"), P()), out_specs=(P("m"), P())
-    )
+    f = mesh.map(lambda x, r: F.batch_norm(x, running=r, spec=P("m")), in_specs=(P("m"), P()), out_specs=(P("m"), P()))
     for actual in (after, f(np.zeros((0, 2)), before)[1]):
         for a, b in zip(actual, before, strict=True):
             assert np.asarray(a).dtype == b.dtype

@@ -32,15 +32,14 @@ def _check_axes(where: str, x: Any, *buffers: torch.Tensor | None) -> None:
     if not axes:
         return
     axis = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
-    dims = (0, *range(2, x.ndim))
     raise StateError.at(
         where,
         argument="input",
         got=f"{describe(x)} in training: the statistics would be those of this worker's entries alone, in buffers "
         "that count as one value on all workers",
         need=f"statistics of all workers' entries along {axis}, or buffers that vary along it",
-        mend=f"what spmd.functions.batch_norm(..., axis_name={axis}) does in bodies of NumPy, by hand: "
-        f"mean = spt.mean(x, {axis}, {dims}), and of (x - mean)**2 the variance; module.eval() takes the running "
+        mend=f"y, running = spt.functions.batch_norm(x, weight, bias, running, spec=P({axis})), with the axes "
+        f"that split x, takes those of all workers and gives the new ones; module.eval() takes the running "
         f"statistics as they are; where each worker has channels of its own, declare the buffers: "
         f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var",
     )
