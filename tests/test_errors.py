@@ -18,6 +18,7 @@ from mistakes import (
     bodies,
     checkpoints,
     collectives,
+    convolutions,
     loops,
     maps,
     parsed,
@@ -33,6 +34,7 @@ from spmd.errors import LayoutError, MeshError
 from spmd.operators.sums import Sum
 
 EVERY = [*maps.ROWS, *collectives.ROWS, *bodies.ROWS, *arrays.ROWS, *loops.ROWS, *checkpoints.ROWS, *recurrent.ROWS]
+EVERY += convolutions.ROWS
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}
     EVERY = [row for row in EVERY if row.name not in by_value]

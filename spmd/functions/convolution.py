@@ -207,10 +207,11 @@ def _run(
     """The layer by plan(x, w, bias, out_spec, batch_axes) of layouts. In bodies batch and channels are treated by specs
     alone where that is possible, so that their lengths are not exchanged."""
     (_, x, spec, shape, _), (_, w, w_spec, _, _), (_, bias, *_) = operands
-    worker = WORKER.get()
-    if worker is None or operands[0].value is not None:
+    worker, specs = WORKER.get(), {"spec": spec, "w_spec": w_spec, "out_spec": out_spec}
+    readable = all(isinstance(each, P | Layout | None) for each in specs.values())
+    if worker is None or operands[0].value is not None or not readable:
         return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
-    for argument, each in (("spec", spec), ("w_spec", w_spec), ("out_spec", out_spec)):
+    for argument, each in specs.items():
         if isinstance(each, P):
             each.check(worker.mesh.axes, where, argument, x.ndim)
     lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None

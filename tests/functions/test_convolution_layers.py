@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,3 +124,204 @@ def test_any_layouts(seed, transposed, torch):
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_many_layouts(seed, transposed, torch):
     check_seed(seed, transposed, torch)
+
+
+class Partitions(NamedTuple):
+    """Grids of the input, of the weights (or None: a copy on each worker) and of the result (or None: as the input),
+    each on workers from a first one on."""
+
+    workers: int
+    x: tuple[int, tuple[int, ...]]
+    w: tuple[int, tuple[int, ...]] | None
+    y: tuple[int, tuple[int, ...]] | None
+    shape: tuple[int, ...]
+    kernel: int | tuple[int, ...] = 3
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+# Partitions of DistDL's tests of its general, channel and feature convolutions.
+OVER_CHANNELS = {
+    "2 of 3": Partitions(6, (0, (1, 3)), (0, (2, 3)), (0, (1, 2)), (1, 8)),
+    "3 of 2": Partitions(6, (0, (1, 2)), (0, (3, 2)), (0, (1, 3)), (1, 8)),
+    "1 of 2": Partitions(2, (0, (1, 2)), (0, (1, 2)), (0, (1, 1)), (1, 8)),
+    "2 of 1": Partitions(2, (0, (1, 1)), (0, (2, 1)), (0, (1, 2)), (1, 8)),
+    "2 of 2": Partitions(4, (0, (1, 2)), (0, (2, 2)), (0, (1, 2)), (1, 5)),
+    "apart": Partitions(4, (0, (1, 2)), (0, (2, 2)), (2, (1, 2)), (1, 3)),
+    "weights elsewhere": Partitions(8, (0, (1, 2)), (4, (2, 2)), (2, (1, 2)), (2, 5)),
+    "no batch": Partitions(4, (0, (1, 2)), (0, (2, 2)), (2, (1, 2)), (0, 3)),
+}
+GENERAL = {
+    "1d, 2 of 1": Partitions(6, (0, (1, 1, 3)), (0, (2, 1)), (0, (1, 2, 3)), (1, 5, 10)),
+    "1d, 1 of 2": Partitions(6, (0, (1, 2, 3)), (0, (1, 2)), (0, (1, 1, 3)), (1, 5, 10)),
+    "1d, 2 of 2": Partitions(8, (0, (1, 2, 2)), (0, (2, 2)), (0, (1, 2, 2)), (1, 5, 10)),
+    "1d, shifted": Partitions(8, (0, (1, 2, 2)), (0, (2, 2)), (2, (1, 2, 2)), (1, 3, 10)),
+    "2d, 2 of 1": Partitions(16, (0, (1, 1, 2, 3)), (4, (2, 1)), (4, (1, 2, 2, 3)), (1, 5, 10, 10)),
+    "2d, 1 of 2": Partitions(16, (4, (1, 2, 2, 3)), (4, (1, 2)), (0, (1, 1, 2, 3)), (1, 5, 10, 10)),
+    "2d, 2 of 2": Partitions(16, (4, (1, 2, 2, 2)), (0, (2, 2)), (4, (1, 2, 2, 2)), (1, 5, 10, 10)),
+    "3d": Partitions(8, (0, (1, 2, 1, 1, 2)), (0, (2, 2)), (2, (1, 2, 1, 1, 2)), (1, 3, 5, 4, 6)),
+}
+FEATURES = {
+    "1d": Partitions(3, (0, (1, 1, 3)), None, None, (1, 5, 10)),
+    "2d": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 10, 10)),
+    "2d, padding": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 10, 10), 3, {"padding": 1}),
+    "3d": Partitions(12, (0, (1, 1, 3, 2, 2)), None, None, (1, 5, 10, 10, 10)),
+    "stride": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 10, 10), 5, {"padding": 2, "stride": 2}),
+    "odd, stride": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 5, 5), 3, {"padding": 1, "stride": 2}),
+    "offset": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 6, 10), 5, {"padding": 2, "stride": 4}),
+    "less padding": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 10, 8), 5, {"padding": 1}),
+    "even kernel": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 8, 8), 4, {"padding": 1}),
+    "3d, stride": Partitions(
+        4, (0, (1, 1, 2, 1, 2)), None, None, (1, 3, 5, 5, 6), 5, {"padding": 2, "stride": (2, 2, 1)}
+    ),
+    "1d, padding": Partitions(4, (0, (1, 1, 4)), None, None, (1, 3, 15), 3, {"padding": 1}),
+    "dilation": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 3, 10, 10), 5, {"padding": 1, "dilation": 2}),
+    "many": Partitions(16, (0, (1, 1, 4, 4)), None, None, (1, 3, 10, 10), 5, {"padding": 2, "stride": 2}),
+    "3d, all": Partitions(
+        18,
+        (0, (1, 1, 3, 3, 2)),
+        None,
+        None,
+        (1, 2, 17, 16, 15),
+        (5, 4, 3),
+        {"padding": (1, 1, 2), "stride": (3, 1, 2), "dilation": (3, 3, 1)},
+    ),
+    "7 x 7": Partitions(4, (0, (1, 1, 2, 2)), None, None, (1, 5, 20, 20), 7, {"padding": 3, "stride": 2}),
+    "one worker": Partitions(1, (0, (1, 1, 1, 1)), None, None, (1, 3, 16, 16), 3, {"padding": 1}),
+}
+
+
+def in_space(partitions: Partitions, dims: int) -> Partitions:
+    """Partitions of channels, for arrays with whole dimensions of space."""
+    whole = lambda part: (part[0], (*part[1], *(1,) * dims))
+    x, y = whole(partitions.x), whole(partitions.y)
+    return partitions._replace(x=x, y=y, shape=(*partitions.shape, *(6,) * dims))
+
+
+TABLE = {
+    **{f"channels, {name}, {dims}d": in_space(p, dims) for name, p in OVER_CHANNELS.items() for dims in (1, 2, 3)},
+    **{f"general, {name}": p for name, p in GENERAL.items()},
+    **{f"features, {name}": p for name, p in FEATURES.items()},
+}
+
+LONG = {name for name in TABLE if name.startswith("channels") and not name.endswith("2d")}
+
+
+def grid(shape: tuple[int, ...], blocks: tuple[int, ...], mesh: spmd.Mesh, first: int) -> Layout:
+    return Layout.grid(shape, blocks, mesh.axes, range(first, first + int(np.prod(blocks))))
+
+
+@FRONTENDS
+@pytest.mark.parametrize("transposed", [False, True], ids=["conv", "conv_transpose"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in LONG else n for n in TABLE])
+def test_partitions_of_input_weights_and_result(name, transposed, torch):
+    partitions, rng = TABLE[name], np.random.default_rng(len(name))
+    mesh, shape, dims = spmd.Mesh(x=partitions.workers), partitions.shape, len(partitions.shape) - 2
+    kernel = (partitions.kernel,) * dims if isinstance(partitions.kernel, int) else partitions.kernel
+    each = lambda n: (n,) * dims if isinstance(n, int) else n
+    options = {
+        k: each(partitions.options.get(k, 0 if k == "padding" else 1)) for k in ("stride", "padding", "dilation")
+    }
+    options |= {"groups": 1, "padding": tuple((n, n) for n in options["padding"])}
+    case = Case(shape, (7, shape[1], *kernel), options)
+    blocks = partitions.w and (*partitions.w[1], *(1,) * dims)
+    if transposed:
+        extra = tuple(int(s > 1) for s in options["stride"])
+        case = Case(shape, (shape[1], 7, *kernel), options | {"output_padding": extra}, transposed=True)
+        blocks = blocks and (blocks[1], blocks[0], *blocks[2:])
+    w_spec = P() if blocks is None else grid(case.filters, blocks, mesh, partitions.w[0])
+    out_spec = None
+    if partitions.y is not None:
+        result = plan_of(case, mesh, P(), P(), None).shape
+        out_spec = grid(result, partitions.y[1], mesh, partitions.y[0])
+    spec = grid(shape, partitions.x[1], mesh, partitions.x[0])
+    check(case, mesh, spec, w_spec, out_spec, rng, torch, biased=len(name) % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "w_spec", "out_spec", "forward", "backward"),
+    [
+        (P("d"), P(), None, {}, {"Sum": 1}),
+        (P(None, None, "d"), P(), None, {"HaloExchange": 1}, {"HaloAccumulate": 1, "Sum": 1}),
+        (P(), P("m"), None, {}, {"Sum": 1}),
+        (P(None, "m"), P(None, "m"), None, {"Sum": 1}, {}),
+        (P(None, "m"), P("m"), None, {"AllGather": 1}, {"ReduceScatter": 1}),
+        (P(None, "m"), P(None, "m"), P(None, "m"), {"ReduceScatter": 1}, {"AllGather": 1}),
+        (P(None, "m"), P(None, "m"), P("m"), {"ReduceScatter": 1}, {"AllGather": 1}),
+        (P("d", "m"), P(None, "m"), None, {"Sum": 1}, {"Sum": 1}),
+        (P("d"), P("m"), None, {}, {"Sum": 2}),
+        (P("d", None, "m"), P(), None, {"HaloExchange": 1}, {"HaloAccumulate": 1, "Sum": 1}),
+    ],
+)
+def test_no_more_operators_than_by_hand(spec, w_spec, out_spec, forward, backward):
+    """Of uneven blocks; lengths are exchanged along the axes of space alone."""
+    rng = np.random.default_rng(0)
+    x, w = integers(rng, (5, 7, 9)), integers(rng, (11, 7, 3))
+
+    def layer(x, w):
+        return functions.conv(x, w, padding=1, spec=spec, w_spec=w_spec, out_spec=out_spec)
+
+    def forward_only(x, w):
+        layer(x, w)
+
+    def both(x, w):
+        y, pullback = spmd.vjp(layer, x, w)
+        pullback(y)
+
+    applied = []
+    for body in (forward_only, both):
+        with spmd.Mesh(d=2, m=3) as mesh, spmd.ledger() as log:
+            mesh.map(body, in_specs=(spec, w_spec), out_specs=None)(x, w)
+        applied.append(Counter({name: n for name, n in log.operators.items() if name != "Vary"}))
+        assert ("shapes" in log.verbs) == any(spec.dims[2:])
+    assert applied[0] == forward
+    assert applied[1] - applied[0] == backward
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["conv", "conv_transpose"])
+@pytest.mark.parametrize("kind", ["spec", "grid"])
+def test_second_derivatives(kind, transposed, scheduler):
+    rng = np.random.default_rng(0)
+    mesh = spmd.Mesh(x=2, y=2, scheduler=scheduler)
+    x, w, b = (rng.standard_normal(s) for s in ((2, 3, 5), (3, 3, 2), (3,)))
+    spec, w_spec = P(None, "y", "x"), P(*("y", None) if transposed else (None, "y"))
+    if kind == "grid":
+        spec = Layout.grid(x.shape, (1, 2, 1), mesh.axes, [3, 0])
+        w_spec = Layout.grid(w.shape, (2, 1, 1), mesh.axes, [1, 2])
+    layer = functions.conv_transpose if transposed else functions.conv
+    axes = tuple(mesh.axes)
+    total = lambda y: spmd.psum(np.sum(np.sin(y)), axes if kind == "grid" else "x")
+    place = lambda b: b if kind == "spec" else spmd.repartition(b, mesh.layout(b.shape, P()), bias_lies)
+    bias_lies = bias_layout(layout_by(mesh, w_spec, w.shape), 1, transposed)
+    loss = mesh.map(
+        lambda x, w, b: total(layer(x, w, place(b), padding=1, spec=spec, w_spec=w_spec)),
+        in_specs=(spec, w_spec, P()),
+        out_specs=P(),
+    )
+    spmd.check_grads(loss, (x, w, b), order=2)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("transposed", [False, True], ids=["conv", "conv_transpose"])
+@pytest.mark.parametrize("spec", [P("y", "x"), P(None, None, "x", "y"), P(None, "y", None, "x")], ids=str)
+def test_float32_is_as_near_to_torch_as_its_roundings(spec, transposed):
+    import torch
+    from torch.nn import functional as F
+
+    from spmd.bridge import torch as spt
+
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    x, w, b = draw(2, 4, 9, 8), draw(4, 4, 3, 3), draw(4)
+    layer = getattr(importlib.import_module("spmd.bridge.torch.functions"), "conv_transpose" if transposed else "conv")
+    whole = [a.clone().requires_grad_() for a in (x, w, b)]
+    y = (F.conv_transpose2d if transposed else F.conv2d)(*whole, stride=2, padding=1)
+    g = draw(*y.shape)
+    y.backward(g)
+    ours = [a.clone().requires_grad_() for a in (x, w, b)]
+    body = lambda x, w, b: layer(x, w, b, stride=2, padding=1, spec=spec)
+    out = P(spec.dims[0] or None, None, *(n or None for n in [*spec.dims, (), ()][2:4]))
+    result = spt.map(body, in_specs=(spec, P(), P()), out_specs=out, mesh=spmd.Mesh(x=2, y=2))(*ours)
+    result.backward(g)
+    for a, b in [(result, y), *((a.grad, b.grad) for a, b in zip(ours, whole, strict=True))]:
+        a, b = a.detach(), b.detach()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
