@@ -197,9 +197,9 @@ class SpecPlan(_Plan):
         (batch, *space), rows, columns = self._names
         split = (*self.batch_axes, *(n for names in (batch, *space) for n in names))
         own_rows, added = (rows, columns) if self.geometry.groups == 1 else ((), ())
-        x = varied(gathered(x, self.x, self.inputs, own_rows), own_rows)
+        x = gathered(x, self.x, self.inputs, own_rows)
         x = _declared(x, tuple(n for names in space for n in names))
-        w = varied(gathered(w, self.w, self.weights, split), split)
+        w = gathered(w, self.w, self.weights, split)
         y = summed(self._products(x, w), added, self.products, self.out)
         if bias is None:
             return y

@@ -42,7 +42,7 @@ class AlongChannels(NamedTuple):
 
     def before(self, x: Any) -> Any:
         x = all_gather(x, self.gather, axis=1, tiled=True) if self.gather else x
-        return varied(x, self.rows)
+        return varied(x, [n for n in self.rows if n not in self.gather])  # the adjoint of the all-gather sums already
 
     def after(self, y: Any, bias: Any) -> Any:
         """The sum over columns, with the bias."""

@@ -42,12 +42,17 @@ def _restricted(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 
 def gathered(x: Any, source: Layout, target: Layout, varying: Iterable[str]) -> Any:
-    """`relaid`, for an array that varies over these axes afterwards anyway: then blocks are joined by an all-gather,
-    whose adjoint is a reduce-scatter."""
+    """x in the target layout, as one value per worker along these axes, over which other operands vary: `varied`.
+
+    If they alone split a dimension of the source, blocks are joined by an all-gather, whose adjoint is a
+    reduce-scatter.
+    """
+    varying = tuple(varying)
     joined = _joined(source, target, frozenset(varying))
     if joined is None:
-        return relaid(x, source, target)
-    return all_gather(x, joined[0], axis=joined[1], tiled=True)
+        return varied(relaid(x, source, target), varying)
+    # The adjoint of the all-gather sums over its axes already.
+    return varied(all_gather(x, joined[0], axis=joined[1], tiled=True), [n for n in varying if n not in joined[0]])
 
 
 @lru_cache(maxsize=1024)

@@ -138,9 +138,11 @@ class _SpecPlan:
 
     def products(self, x: Any, w: Any) -> Any:
         """The summands that the workers along c have."""
-        if self.gather is not None:
+        rows = self.rows
+        if self.gather is not None:  # its adjoint sums over its axes
             x = all_gather(x, self.gather[0], axis=self.gather[1], tiled=True)
-        return local(x, "linear").linear(varied(x, self.rows), varied(w, self.batch))
+            rows = [n for n in rows if n not in self.gather[0]]
+        return local(x, "linear").linear(varied(x, rows), varied(w, self.batch))
 
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         y, batch, added = self.products(x, w), self.batch, self.columns
@@ -229,7 +231,7 @@ class _LayoutPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         rows, columns = self._axes
         batch = tuple(n for names in self.inputs.spec.dims[:-1] for n in names)
-        y = _SpecPlan(rows, columns, batch).products(gathered(x, self.x, self.inputs, rows), w)
+        y = local(x, "linear").linear(gathered(x, self.x, self.inputs, rows), varied(w, batch))
         y = summed(y, columns, self.products, self.out)
         if bias is None:
             return y

@@ -111,10 +111,11 @@ def check_tensors(fun, expected, args, specs, out, mesh, g, compare) -> None:
 
     from spmd.bridge import torch as spt
 
-    tensors = [torch.tensor(a, requires_grad=a.dtype.kind in "fc") for a in args]
-    result = spt.map(fun, in_specs=tuple(specs), out_specs=out, mesh=mesh)(*tensors)
-    compare(result.detach().numpy(), expected[0])
-    result.backward(torch.tensor(g))
-    for tensor, b in zip(tensors, expected[1], strict=True):
-        if tensor.requires_grad:
-            compare(tensor.grad.numpy(), b)
+    for check in (True, False):
+        tensors = [torch.tensor(a, requires_grad=a.dtype.kind in "fc") for a in args]
+        result = spt.map(fun, in_specs=tuple(specs), out_specs=out, mesh=mesh, check=check)(*tensors)
+        compare(result.detach().numpy(), expected[0])
+        result.backward(torch.tensor(g))
+        for tensor, b in zip(tensors, expected[1], strict=True):
+            if tensor.requires_grad:
+                compare(tensor.grad.numpy(), b)

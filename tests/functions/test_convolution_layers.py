@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -312,7 +311,7 @@ def test_float32_is_as_near_to_torch_as_its_roundings(spec, transposed):
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     x, w, b = draw(2, 4, 9, 8), draw(4, 4, 3, 3), draw(4)
-    layer = getattr(importlib.import_module("spmd.bridge.torch.functions"), "conv_transpose" if transposed else "conv")
+    layer = spt.functions.conv_transpose if transposed else spt.functions.conv
     whole = [a.clone().requires_grad_() for a in (x, w, b)]
     y = (F.conv_transpose2d if transposed else F.conv2d)(*whole, stride=2, padding=1)
     g = draw(*y.shape)

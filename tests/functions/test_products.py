@@ -105,3 +105,25 @@ def test_no_more_operators_than_by_hand(spec, w_spec, out_spec, forward, backwar
         applied.append(Counter({name: n for name, n in log.operators.items() if name != "Vary"}))
     assert applied[0] == forward
     assert applied[1] - applied[0] == backward
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("check", [True, False], ids=["states", "plain"])
+@pytest.mark.parametrize("spec", [P(None, "m"), P("m")], ids=str)
+def test_cotangents_of_what_is_gathered_are_summed_once(spec, check):
+    """The layer is differentiated in the body, where an all-gather and copies for other operands would both sum."""
+    import torch
+
+    from spmd.bridge import torch as spt
+
+    rng = np.random.default_rng(0)
+    x, w = (torch.tensor(integers(rng, shape)) for shape in ((5, 7), (11, 7)))
+
+    def body(x, w):
+        x = x.detach().requires_grad_()
+        spt.functions.linear(x, w, spec=spec, w_spec=P("m")).sum().backward()
+        return spt.varying(x.grad, "m")
+
+    with spmd.Mesh(m=3):
+        grad = spt.map(body, in_specs=(spec, P("m")), out_specs=spec, check=check)(x, w)
+    np.testing.assert_array_equal(grad.numpy(), np.ones((5, 11)) @ w.numpy())
