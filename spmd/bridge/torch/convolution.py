@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from spmd import functions
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.sharded import ShardedModule
-from spmd.errors import LayoutError, SpecError, describe
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.halo import halo_exchange
 from spmd.operators.halo_arguments import lengths_met
-from spmd.operators.reduce import psum, pvary
 from spmd.tracebacks import api_boundary
 from spmd.window import Window
 from spmd.window_nd import plan_windows
@@ -29,7 +29,7 @@ from spmd.window_nd import plan_windows
 __all__ = ["DistributedConv", "DistributedPool"]
 
 _BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
-_CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_CONVOLUTIONS = {nn.Conv1d: functions.conv, nn.Conv2d: functions.conv, nn.Conv3d: functions.conv}
 _POOLINGS: dict[type, tuple[int, Any]] = {
     nn.MaxPool1d: (1, F.max_pool1d),
     nn.MaxPool2d: (2, F.max_pool2d),
@@ -44,24 +44,22 @@ _uncompiled: Any = torch.compiler.disable
 
 
 class DistributedConv(ShardedModule):
-    """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks. Construct it in a body.
+    """`conv`, an `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, on blocks: parameters, and a call of `functions.conv`.
 
     conv: with the whole weights, the same on all workers. in_spec, out_spec: of the input and the output, for batch,
-    channels and the dimensions of space. Batch and space are split alike in both. out_spec None: in_spec with whole
-    channels. With groups=1, input and output channels are split over different axes or not at all; with more groups,
-    over the same axes, whose workers share the groups evenly.
+    channels and the dimensions of space. out_spec None: in_spec with whole channels.
     size: the lengths of the whole input in space, if its blocks are balanced. Without it, each call exchanges them.
 
-    weight, bias: copies of those of conv, as `spt.Parameter`s with the specs `self.specs`.
+    weight, bias: copies of those of conv, as `spt.Parameter`s with the specs `self.specs`: rows of the weights lie as
+    channels of the output, columns as channels of the input. With groups rows lie as the channels of the input, or
+    where these are whole as those of the output.
     state_dict (collective) and load_state_dict: whole tensors, as conv has them; see `ShardedModule`.
-    Forward: this worker's block of conv(x), in balanced blocks. One `halo_exchange` fetches the input of the block. If
-    input channels are split, each worker convolves its own, and one `psum` adds the results.
+    Forward: this worker's block of conv(x), in balanced blocks; it costs what `spmd.functions.conv` costs.
     Backward: `halo_accumulate`; one sum of the cotangent of x over the axes that split output channels; the gradients
     of the weights are summed over the axes that split batch and space.
-    Raises SpecError for specs that do not fit together, LayoutError for groups that are not shared evenly.
+    Raises SpecError for specs that do not fit the arrays.
     """
 
-    _convolve: Any
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -70,28 +68,29 @@ class DistributedConv(ShardedModule):
         super().__init__()
         where = "spt.DistributedConv"
         worker = here(where)
-        self._convolve = _function_of(where, "conv", conv, _CONVOLUTIONS)
+        _function_of(where, "conv", conv, _CONVOLUTIONS)
         whole: Any = conv
-        self.space = whole.weight.ndim - 2
-        batch, in_axes, *space = _axes_by_dimension(where, worker, "in_spec", in_spec, self.space + 2)
+        ndim = whole.weight.ndim
+        batch, in_axes, *space = _axes_by_dimension(where, worker, "in_spec", in_spec, ndim)
         out_spec = P(batch or None, None, *(names or None for names in space)) if out_spec is None else out_spec
-        out_batch, out_axes, *out_space = _axes_by_dimension(where, worker, "out_spec", out_spec, self.space + 2)
-        if (batch, space) != (out_batch, out_space):
-            raise SpecError.at(
-                where,
-                argument="out_spec",
-                got=f"{out_spec}, where in_spec is {in_spec}",
-                need="specs that differ in dimension 1 only, the channels",
-                mend="repartition the result: spt.repartition(y, src, dst)",
-            )
-        self.groups = _local_groups(where, worker, whole.groups, in_axes, out_axes)
+        out_axes = _axes_by_dimension(where, worker, "out_spec", out_spec, ndim)[1]
         self.in_spec, self.out_spec = in_spec, out_spec
-        self._replicated_axes = (*batch, *(n for names in space for n in names))  # workers have the same weights
-        # Without groups, workers along out_axes take the same x, and those along in_axes compute summands of y.
-        self._input_axes, self._summed_axes = (out_axes, in_axes) if whole.groups == 1 else ((), ())
-        self.specs = {"weight": P(out_axes or None, self._summed_axes or None), "bias": P(out_axes or None)}
-        self._plan = _Plan(where, space, whole.kernel_size, whole.stride, whole.dilation, _padding_of(whole), size)
-        self._boundary = _BOUNDARIES[whole.padding_mode]
+        self.size = None if size is None else tuple(size)
+        taken = {n for names in (batch, *space) for n in names}
+        rows, columns = (out_axes, in_axes) if whole.groups == 1 else (in_axes or out_axes, ())
+        rows = tuple(n for n in rows if n not in taken)
+        columns = tuple(n for n in columns if n not in rows)
+        self.specs = {"weight": P(rows or None, columns or None), "bias": P(rows or None)}
+        self._weights = worker.mesh.layout(tuple(whole.weight.shape), self.specs["weight"])
+        self._batch_is_kept = out_spec.dims[:1] == in_spec.dims[:1]
+        self._channels = whole.in_channels
+        self._options = {
+            "stride": tuple(whole.stride),
+            "padding": tuple(_padding_of(whole)),
+            "dilation": tuple(whole.dilation),
+            "groups": whole.groups,
+            "boundary": _BOUNDARIES[whole.padding_mode],
+        }
         for name, spec in self.specs.items():
             parameter = getattr(whole, name)
             if parameter is None:
@@ -101,33 +100,12 @@ class DistributedConv(ShardedModule):
 
     @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        windows = self._plan.windows(x)
-        x = self._plan.exchange(x, windows, [w.widths for w in windows], self._boundary)
-        x = pvary(x, self._input_axes) if self._input_axes else x
-        weight = self._parameter_block("weight")
-        bias = None if self.bias is None else self._parameter_block("bias")
-        y = self._convolve_valid(x, weight, None if self._summed_axes else bias, windows)
-        if self._summed_axes:
-            # The bias is added after the sum: before it, every worker would add it once.
-            y = psum(y, self._summed_axes)
-            y = y if bias is None else y + bias.reshape(-1, *[1] * self.space)
-        return y
-
-    def _parameter_block(self, name: str) -> Any:
-        """This worker's block of a parameter, varied along the axes that split batch and space."""
-        block = self.shard(name)
-        return pvary(block, self._replicated_axes) if self._replicated_axes else block
-
-    def _convolve_valid(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, windows: list[Window]):
-        """The convolution without padding. torch needs at least one channel and one window, so empty blocks are padded
-        with zeros. The graphs of all workers then hold the same collectives."""
-        shape = (x.shape[0], weight.shape[0], *self._plan.output_sizes(windows))
-        if 0 in (*shape[1:], weight.shape[1]):
-            x = _pad_to(x, (0, 1, *self._plan.extents))
-            weight = _pad_to(weight, (1, 1))
-            bias = None if bias is None else _pad_to(bias, (1,))
-        y = self._convolve(x, weight, bias, self._plan.stride, 0, self._plan.dilation, self.groups)
-        return _cropped(y, shape)
+        bias = None if self.bias is None else self.shard("bias")
+        # The length of the batch matters only where it is split otherwise afterwards.
+        shape = None if self.size is None or not self._batch_is_kept else (len(x), self._channels, *self.size)
+        w_spec = self.specs["weight"] if self._options["groups"] == 1 else self._weights
+        specs = {"spec": self.in_spec, "w_spec": w_spec, "out_spec": self.out_spec}
+        return functions.conv(x, self.shard("weight"), bias, **self._options, **specs, shape=shape)
 
     def extra_repr(self) -> str:
         return f"weight={list(self.weight.shape)}, in_spec={self.in_spec}, out_spec={self.out_spec}"
@@ -284,39 +262,6 @@ def _axes_by_dimension(where: str, worker: Worker, argument: str, spec: P, ndim:
     """The axes that split each dimension."""
     spec.check(worker.mesh.axes, where, argument, ndim)
     return [*spec.dims, *[()] * (ndim - len(spec))]
-
-
-def _local_groups(where: str, worker: Worker, groups: int, in_axes: tuple[str, ...], out_axes: tuple[str, ...]) -> int:
-    """The number of groups of channels that this worker has."""
-    if groups == 1:
-        both = [n for n in in_axes if n in out_axes]
-        if both:
-            raise SpecError.at(
-                where,
-                argument="out_spec",
-                got=f"output channels split over {both[0]!r}, as the input channels are",
-                need="different axes, or whole channels on one side: each output channel needs all input channels",
-                mend="whole output channels, of which spt.pslice(y, axis_name, axis=1, tiled=True) takes a block",
-            )
-        return 1
-    count = worker.group(in_axes).size
-    if in_axes != out_axes:
-        raise SpecError.at(
-            where,
-            argument="out_spec",
-            got=f"channels in {groups} groups, split over {in_axes} in the input and over {out_axes} in the output",
-            need="the same axes: each worker has whole groups",
-            mend="P(batch, axis, ...) for both, or whole channels for both",
-        )
-    if groups % count:
-        raise LayoutError.at(
-            where,
-            argument="conv",
-            got=f"{groups} groups for {count} workers along {' and '.join(map(repr, in_axes))}",
-            need="as many groups for each of them",
-            mend="split the channels over fewer workers, and space over more",
-        )
-    return groups // count
 
 
 def _padding_of(conv: Any) -> list[tuple[int, int]]:

@@ -51,6 +51,11 @@ CONVOLUTIONS = {
     "no bias": (lambda: nn.Conv1d(3, 4, 2, bias=False), (2, 3, 7), P(None, "x", "y"), P(None, None, "y"), XY),
     "groups": (lambda: nn.Conv2d(8, 12, 3, groups=4), (2, 8, 5, 6), P(None, "x", "y"), P(None, "x", "y"), XY),
     "whole groups": (lambda: nn.Conv1d(6, 9, 3, groups=3), (2, 6, 9), P(None, None, "x"), None, {"x": 4}),
+    "uneven groups": (lambda: nn.Conv1d(6, 3, 3, groups=3), (2, 6, 9), P(None, "x"), P(None, "x"), {"x": 2}),
+    "groups apart": (lambda: nn.Conv1d(4, 4, 2, groups=2), (2, 4, 6), P(None, "x"), P(), {"x": 3}),
+    "other rows": (lambda: nn.Conv1d(2, 3, 2), (2, 2, 7), P(None, None, "x"), P(None, "y"), XY),
+    "same channels": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7), P(None, "x"), P(None, "x"), {"x": 3}),
+    "another batch": (lambda: nn.Conv1d(4, 6, 3), (3, 4, 7), P("x", "y"), P("y", "x"), XY),
     "few channels in": (lambda: nn.Conv2d(2, 3, 3), (2, 2, 5, 5), P(None, "x"), P(), {"x": 4}),
     "few channels out": (lambda: nn.Conv1d(2, 3, 2), (2, 2, 5), P(), P(None, "x"), {"x": 4}),
     "few rows": (lambda: nn.Conv1d(2, 3, 3, padding=1), (2, 2, 3), P(None, None, "x"), None, {"x": 4}),
@@ -108,7 +113,10 @@ def check_blocks(module, shape, in_spec, out_spec, axes, *, check=True, known=Fa
     parameters = {}
     if isinstance(module, CONVOLVING):
         made, taken = ((*s.dims, (), ())[1] for s in (out_spec, in_spec))
-        parameters = {"weight": P(made, taken if module.groups == 1 else ()), "bias": P(made)}
+        others = {n for d, names in enumerate(in_spec.dims) if d != 1 for n in names}
+        rows = tuple(n for n in (made if module.groups == 1 else taken or made) if n not in others)
+        columns = tuple(n for n in taken if n not in rows) if module.groups == 1 else ()
+        parameters = {"weight": P(rows, columns), "bias": P(rows)}
         parameters = {k: v for k, v in parameters.items() if getattr(module, k) is not None}
     expected = whole(module, drawn, weights)
 
@@ -270,26 +278,6 @@ def test_a_compiled_model_runs_the_layers_as_they_are():
 MISTAKES = {
     "no convolution": (lambda: spt.DistributedConv(nn.Linear(2, 2), P()), "argument conv", "nn.Conv1d"),
     "transposed": (lambda: spt.DistributedConv(nn.ConvTranspose1d(2, 2, 1), P()), "argument conv", "nn.Conv1d"),
-    "other rows": (
-        lambda: spt.DistributedConv(nn.Conv1d(2, 2, 1), P(None, None, "x"), P()),
-        "argument out_spec",
-        "repartition",
-    ),
-    "same channels": (
-        lambda: spt.DistributedConv(nn.Conv1d(2, 2, 1), P(None, "x"), P(None, "x")),
-        "argument out_spec",
-        "pslice",
-    ),
-    "groups apart": (
-        lambda: spt.DistributedConv(nn.Conv1d(2, 2, 1, groups=2), P(None, "x")),
-        "2 groups",
-        "whole groups",
-    ),
-    "uneven groups": (
-        lambda: spt.DistributedConv(nn.Conv1d(3, 3, 1, groups=3), P(None, "x"), P(None, "x")),
-        "3 groups for 2 workers",
-        "as many groups",
-    ),
     "too many dimensions": (lambda: spt.DistributedConv(nn.Conv1d(3, 3, 1), P(None, None, None, "x")), "in_spec", "3"),
     "indices": (lambda: spt.DistributedPool(nn.MaxPool1d(2, return_indices=True), P()), "argument pool", "indices"),
     "no pooling": (lambda: spt.DistributedPool(nn.AdaptiveAvgPool1d(2), P()), "argument pool", "nn.MaxPool1d"),
