@@ -34,10 +34,10 @@ def drawn(rng, characters, args):
     """The first parameters, the same on every process, and their specs."""
     n, heads, of_head = args.features, args.heads, args.features // args.heads
 
-    def normal(*shape, scale=0.02):
+    def normal(*shape, scale=n**-0.5):
         return rng.normal(0, scale, shape)
 
-    small = 0.02 / np.sqrt(2 * args.layers)
+    small = (2 * n * args.layers) ** -0.5
     layers = [
         {
             "norm1": np.ones(n),
@@ -60,10 +60,10 @@ def attention(w, x, spec):
     heads, width, n = w["qkv"].shape
     split = P(*spec, *[None] * (2 - len(spec)), "model")  # features of all heads, this worker's
     qkv = F.linear(x, np.reshape(w["qkv"], (heads * width, n)), spec=spec, w_spec=ROWS)
-    q, k, v = np.moveaxis(np.reshape(qkv, (batch, steps, heads, 3, width // 3)), 3, 0)
-    scores = np.einsum("bihf,bjhf->bhij", q, k) / np.sqrt(width // 3)
+    q, k, v = np.transpose(np.reshape(qkv, (batch, steps, heads, 3, width // 3)), (3, 0, 2, 1, 4))
+    scores = q @ np.swapaxes(k, 2, 3) / np.sqrt(width // 3)
     scores = np.where(np.tri(steps, dtype=bool), scores, -1e30)
-    y = np.einsum("bhij,bjhf->bihf", F.softmax(scores), v)
+    y = np.swapaxes(F.softmax(scores) @ v, 1, 2)
     out = np.reshape(w["out"], (n, heads * (width // 3)))
     return F.linear(np.reshape(y, (batch, steps, heads * (width // 3))), out, spec=split, w_spec=COLUMNS)
 
@@ -100,7 +100,7 @@ def main():
     manual = "\n".join(topics[name] for name in sorted(topics))
     alphabet, text = np.unique([*manual], return_inverse=True)
     drawn_params, specs = drawn(rng, len(alphabet), args)
-    optimizer = spmd.optim.adamw(spmd.optim.cosine(3e-3, args.steps, warmup=args.steps // 10))
+    optimizer = spmd.optim.adamw(spmd.optim.cosine(1e-2, args.steps, warmup=args.steps // 10))
     state_specs = optimizer.specs(specs)
 
     @spmd.jit
