@@ -154,3 +154,34 @@ def test_water_falls_into_the_shape_that_was_recorded(mesh):
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_water_under_mpiexec():
     assert water(launch(WATER, *BRIEF, n=4, timeout=120)) == water(run_python(WATER, *BRIEF, timeout=120))
+
+
+TRANSFORMER = ROOT / "examples" / "transformer.py"
+TINY = ("--steps", "4", "--every", "1", "--batch", "5", "--context", "12", "--features", "12", "--heads", "3")
+
+
+def written(ended: subprocess.CompletedProcess) -> tuple[list[str], str]:
+    """The losses and the text of transformer.py."""
+    assert ended.returncode == 0, str(ended)
+    found = re.findall(r"loss (\S+) ", ended.stdout)
+    assert len(found) == 4
+    assert float(found[-1]) < float(found[0])
+    return found, ended.stdout.partition("\n\n")[2]
+
+
+def tiny(data: int, model: int) -> tuple[str, ...]:
+    return (*TINY, "--sample", "3", "--data", str(data), "--model", str(model))
+
+
+@pytest.mark.parametrize(("data", "model"), [(3, 2), (1, 4)])
+def test_a_transformer_writes_the_same_on_any_mesh(data, model):
+    """The batch and the heads need not be divisible; some workers have no heads."""
+    one = written(by_itself(TRANSFORMER, *tiny(1, 1), timeout=120))
+    assert written(run_python(TRANSFORMER, *tiny(data, model), timeout=120)) == one
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_a_transformer_under_mpiexec():
+    one = written(by_itself(TRANSFORMER, *tiny(1, 1), timeout=120))
+    assert written(launch(TRANSFORMER, *tiny(2, 2), n=4, timeout=120)) == one

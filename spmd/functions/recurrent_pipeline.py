@@ -100,8 +100,10 @@ class _Run:
             if self.place == self.line.size - 1:
                 self.ends.append(sent)
         else:
-            idle = self._run(0, idle=True) if self.chain.names else None
-            self.tokens = self.tokens if idle is None else self._joined([[idle[0]] * len(self.tokens), idle[1]])
+            if self.chain.names:
+                y, ends = self._run(0, idle=True)
+                self.tokens = self._joined(ends)
+                self.tokens = (empty([self.tokens[0], y]), *self.tokens[1:])
             sent = [xp.reshape(token, (0, self._width(k))) for k, token in enumerate(self.tokens)]
         senders = range(max(0, tick - self.line.microbatches + 1), min(self.line.size - 1, tick + 1))
         if not senders:
@@ -109,12 +111,12 @@ class _Run:
         last = self.line.size - 1
         pairs = [(last - p, last - p - 1) if self.chain.reverse else (p, p + 1) for p in senders]
         self.received = [ppermute(wire, self.line.names, pairs) for wire in sent]
-        self.tokens = self._joined([self.received])
+        self.tokens = self._joined(self.received)
 
-    def _joined(self, wires: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    def _joined(self, wires: Wires) -> tuple[Any, ...]:
         """The tokens, which depend on these arrays, too. So every worker's result depends on every message, and all
         workers take part in the adjoints, in one order."""
-        return tuple(empty(each) for each in zip(self.tokens, *wires, strict=True))
+        return tuple(empty(each) for each in zip(self.tokens, wires, strict=True))
 
     def _run(self, piece: int, idle: bool = False) -> tuple[Any, Wires]:
         """The output and the last states of a microbatch. idle: as if all sequences had ended."""

@@ -325,3 +325,27 @@ def test_packed_in_blocks_of_hidden_features():
     fun = lambda x, p: functions.gru(x, None, p, batch_sizes=sizes, w_spec=P("m"))
     found = mesh.map(fun, in_specs=(P(), P(None, "m")), out_specs=(P(), P(None, None, "m")))(x, params)
     all_close(found, wanted)
+
+
+@pytest.mark.parametrize(("spec", "w_spec"), [(P("a"), None), (P(None, "b"), P("a")), (P("b"), P("a"))])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_second_order_in_blocks(kind, spec, w_spec):
+    rng = np.random.default_rng(5)
+    x, params = rng.normal(size=(4, 3, 3)), recurring.parameters(rng, GATES[kind])
+    layer = getattr(functions, kind)
+
+    def energy(x, params):
+        y, _ = layer(x, None, params, spec=spec, w_spec=w_spec)
+        return spmd.psum(np.sum(y**3), spec.axes)
+
+    def curvature(energy):
+        return spmd.grad(
+            lambda x, p: sum(np.sum(g**2) for g in spmd.tree.leaves(spmd.grad(energy, (0, 1))(x, p))), (0, 1)
+        )
+
+    wanted = curvature(lambda x, p: np.sum(layer(x, None, p)[0] ** 3))(x, params)
+    w_specs = P() if w_spec is None else P(None, *w_spec)
+    with spmd.Mesh(a=2, b=2):
+        mapped = spmd.map(energy, in_specs=(spec, w_specs), out_specs=P())
+        found = curvature(mapped)(spmd.put(x, spec), spmd.put(params, w_specs))
+    all_close(found, wanted)
