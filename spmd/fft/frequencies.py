@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import index
 from typing import Any
 
@@ -19,6 +19,7 @@ from spmd.functions.planned import Operand, is_split, run_layer
 from spmd.global_ops.call import global_value
 from spmd.layout import Box, Layout, P, Spec
 from spmd.mesh import WORKER
+from spmd.operators.halo import halo_exchange
 from spmd.operators.splitting import normal_axis
 from spmd.placement import from_callback
 from spmd.state import state_of
@@ -76,7 +77,7 @@ def fftshift(
     """A spectrum with frequency zero in the middle: entry j is x[(j - n // 2) mod n] along each of axes.
 
     axes: None: all. As `np.fft.fftshift`. spec, out_spec, shape: as for `fftn`; the result lies as x does.
-    Cost: two exchanges for each split dimension among axes, in which half of the entries move.
+    Cost: one halo exchange, or on some of the workers two exchanges for each split dimension; half of the entries move.
     Linear. Adjoint: `ifftshift`. Raises SpecError and LayoutError for what does not fit.
     """
     return _shift("fftshift", x, axes, 1, spec, out_spec, shape)
@@ -101,7 +102,7 @@ def _shift(name: str, x: Any, axes: Any, sign: int, spec: Any, out_spec: Any, sh
     dims = tuple(normal_axis(where, "axes", index(d), x.ndim) for d in given)
     operand = Operand("spec", x, spec, shape)
     if out_spec is None and not is_split(operand):
-        return namespace(x).roll(x, tuple(sign * (x.shape[d] // 2) for d in dims), dims)
+        return namespace(x).roll(x, tuple(sign * (x.shape[d] // 2) for d in dims), axis=dims)
     if out_spec is None and global_value(x) is not None and spec is None:
         return getattr(np.fft, name)(x, dims)
     return run_layer(where, lambda layout: _shift_plan(where, layout, dims, sign, out_spec), [operand])
@@ -114,24 +115,32 @@ def _shift_plan(where: str, layout: Layout, dims: tuple[int, ...], sign: int, ou
 
 @dataclass(frozen=True)
 class _Shift:
-    """Whole dimensions are rolled; of split ones each worker fetches what comes before the turn, and what after it."""
+    """Dimensions are rolled: whole ones by each worker; split ones by a halo exchange, or on a grid by fetching what comes
+    before the turn, and what after it."""
 
     layout: Layout
     dims: tuple[int, ...]
     sign: int
     out: Layout
 
+    @cached_property
+    def _shifts(self) -> tuple[tuple[int, int], ...]:
+        """Dimensions of some length, and by how much they are shifted."""
+        shape = self.layout.shape
+        return tuple((d, self.sign * (shape[d] // 2)) for d in self.dims if shape[d])
+
     def __call__(self, x: Any) -> Any:
-        for d in self.dims:
-            n = self.layout.shape[d]
-            shift = self.sign * (n // 2) % max(n, 1)
-            if len(self.layout.cuts[d]) == 1:
-                x = namespace(x).roll(x, shift, d) if x.shape[d] else x
-                continue
-            parts = [fetched(x, self.layout, boxes) for boxes in _turned(self.layout, d, shift)]
+        layout, xp = self.layout, namespace(x)
+        split = [(d, shift) for d, shift in self._shifts if len(layout.cuts[d]) > 1]
+        for d, shift in self._shifts:
+            x = x if (d, shift) in split else xp.roll(x, shift, axis=d)
+        if split and layout.spec is not None:
+            widths = [(dict(split).get(d, 0), -dict(split).get(d, 0)) for d in range(len(layout.shape))]
+            x = halo_exchange(x, layout.spec, widths, "periodic", sizes=layout.cuts)
+        for d, shift in split if layout.spec is None else ():
             # Parts without entries are joined too: all workers take part in their adjoints.
-            x = namespace(x).concat(parts, axis=d)
-        return relaid(x, self.layout, self.out)
+            x = xp.concat([fetched(x, layout, boxes) for boxes in _turned(layout, d, shift)], axis=d)
+        return relaid(x, layout, self.out)
 
 
 @lru_cache(maxsize=256)
@@ -139,6 +148,7 @@ def _turned(layout: Layout, d: int, shift: int) -> tuple[list[Box], list[Box]]:
     """For each worker the box that comes to the places of its block before place `shift` of dimension d, and the one
     that comes to those after."""
     n = layout.shape[d]
+    shift %= n
     first, second = [], []
     for box in layout.boxes:
         start, stop = box[d]

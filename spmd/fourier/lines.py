@@ -60,8 +60,8 @@ class Line(NamedTuple):
         return self.points is None and (self.before, self.after) == (self.taken, given)
 
     def __str__(self) -> str:
-        length = f" of length {self.size}" if self.size not in (self.before, self.after) else ""
-        middle = "" if self.points is None else f", modes of {self.points} points"
+        length = "" if self.plain else f" of length {self.size}"
+        middle = "" if self.points is None else f" for modes of {self.points} points"
         return f"{self.kind} along {self.dim}{length}{middle}"
 
 

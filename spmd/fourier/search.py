@@ -141,12 +141,13 @@ class _Search:
 
     def next(self, node: _Node) -> Iterator[tuple[tuple, _Node]]:
         if self.target is not None:
+            ndim = len(self.target.shape)
             waiting = all(len(self.target.cuts[self.lines[k].dim]) == 1 for k in node.remaining)
             shape = list(self.target.shape)
             for k in node.remaining:
                 shape[self.lines[k].dim] = node.layout.shape[self.lines[k].dim]
             if waiting and node.names is not None:
-                yield self._moved(node, None, _resized(self.target, shape), (9,))
+                yield self._moved(node, None, _resized(self.target, shape), ((ndim, 0),))
         if node.names is None or not node.remaining:
             return
         split = sorted({self.lines[k].dim for k in node.remaining if len(node.layout.cuts[self.lines[k].dim]) > 1})
