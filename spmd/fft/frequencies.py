@@ -115,8 +115,8 @@ def _shift_plan(where: str, layout: Layout, dims: tuple[int, ...], sign: int, ou
 
 @dataclass(frozen=True)
 class _Shift:
-    """Dimensions are rolled: whole ones by each worker; split ones by a halo exchange, or on a grid by fetching what comes
-    before the turn, and what after it."""
+    """Dimensions are rolled: whole ones by each worker; split ones by a halo exchange, or on a grid by fetching what
+    comes before the turn, and what after it."""
 
     layout: Layout
     dims: tuple[int, ...]

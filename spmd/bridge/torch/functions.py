@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         resample,
         resize,
         rnn,
+        spectral_conv,
     )
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "resample",
     "resize",
     "rnn",
+    "spectral_conv",
 ]
 
 _uncompiled: Any = torch.compiler.disable
