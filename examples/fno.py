@@ -56,10 +56,9 @@ def pressure(a):
         for edge in (0, -1):  # half a cell from the middle to the edge of the square
             at = (slice(None),) * axis + (edge,)
             diagonal[at] += 2 * a[at]
-    rows, columns, values = (
-        np.concatenate(x) for x in ([*rows, index.ravel()], [*columns, index.ravel()], values + [diagonal.ravel()])
-    )
-    matrix = scipy.sparse.csc_array((values * n**2, (rows, columns)), shape=(n * n, n * n))
+    inner = np.concatenate([*rows, index.ravel()]), np.concatenate([*columns, index.ravel()])
+    values = np.concatenate([*values, diagonal.ravel()])
+    matrix = scipy.sparse.csc_array((values * n**2, inner), shape=(n * n, n * n))
     return scipy.sparse.linalg.spsolve(matrix, np.ones(n * n)).reshape(n, n)
 
 
@@ -120,13 +119,16 @@ def draw(path, a, truth, guess, layout):
             holders.setdefault((top, bottom), []).append(worker)
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.8), constrained_layout=True)
     limits = {"vmin": 0, "vmax": truth.max()}
+    error, most = guess - truth, abs(guess - truth).max()
     panels = [("permeability", a, {}), ("solver", truth, limits), ("network", guess, limits)]
-    for axis, (title, field, options) in zip(axes, [*panels, ("error", guess - truth, {"cmap": "RdBu"})], strict=True):
+    panels += [("error", error, {"cmap": "RdBu", "vmin": -most, "vmax": most})]
+    for axis, (title, field, options) in zip(axes, panels, strict=True):
         image = axis.imshow(field, **options)
         axis.set(title=title, xticks=[], yticks=[])
         figure.colorbar(image, ax=axis, shrink=0.85)
         for (top, bottom), workers in holders.items():
-            axis.axhline(bottom - 0.5, color="white", lw=2)
+            if bottom < len(a):
+                axis.axhline(bottom - 0.5, color="white" if field is not error else "black", lw=2)
             label = f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
             if axis is axes[0]:
                 axis.text(-1, (top + bottom) / 2, label, rotation=90, ha="right", va="center")
@@ -152,7 +154,7 @@ def main() -> None:
     x, u = samples(rng, args.samples + args.samples // 4, args.points)
     x, u, x_test, u_test = x[: args.samples], u[: args.samples], x[args.samples :], u[args.samples :]
     specs = param_specs(args.layers)
-    with spmd.Mesh(data=args.data, model=args.model, space=args.space) as mesh:
+    with spmd.Mesh(data=args.data, model=args.model, space=args.space):
         loss = spmd.map(relative_error, in_specs=(specs, FIELD, FIELD), out_specs=P())
         predict = spmd.map(network, in_specs=(specs, FIELD), out_specs=FIELD)
         step = spmd.value_and_grad(spmd.jit(loss))
@@ -178,7 +180,6 @@ def main() -> None:
             if args.picture:
                 draw(args.picture, 7.5 + 4.5 * x_test[0, ..., 0], u_test[0] / 100, guess[0] / 100, layout)
                 print(f"drawn: {args.picture}")
-        del mesh
 
 
 if __name__ == "__main__":

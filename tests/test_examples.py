@@ -154,3 +154,35 @@ def test_water_falls_into_the_shape_that_was_recorded(mesh):
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_water_under_mpiexec():
     assert water(launch(WATER, *BRIEF, n=4, timeout=120)) == water(run_python(WATER, *BRIEF, timeout=120))
+
+
+OPERATOR = ROOT / "examples" / "fno.py"
+TINY = ("--points", "9", "--samples", "12", "--batch", "6", "--epochs", "3", "--width", "5", "--modes", "4")
+
+
+def operator(ended: subprocess.CompletedProcess) -> list[float]:
+    """The losses that fno.py prints, and the error against the solver."""
+    assert ended.returncode == 0, str(ended)
+    found = [float(n) for n in re.findall(r"(?:loss|solver) ([\d.]+)", ended.stdout)]
+    assert len(found) == 3
+    assert found[1] < 0.95 * found[0]
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(1, 3, 1), (2, 2, 2)])
+def test_a_fourier_neural_operator_learns_the_same_on_any_mesh(mesh, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    sides = [str(n) for pair in zip(("--data", "--model", "--space"), mesh, strict=True) for n in pair]
+    picture = tmp_path / "fno.png"
+    ours = operator(run_python(OPERATOR, *TINY, *sides, "--picture", str(picture), timeout=120))
+    assert ours == pytest.approx(operator(by_itself(OPERATOR, *TINY)), rel=1e-8)
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_a_fourier_neural_operator_under_mpiexec():
+    pytest.importorskip("scipy")
+    ours = operator(launch(OPERATOR, *TINY, n=4, timeout=120))
+    assert ours == pytest.approx(operator(by_itself(OPERATOR, *TINY)), rel=1e-8)

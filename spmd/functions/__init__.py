@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from spmd.functions.padding import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
     from spmd.functions.products import *  # noqa: F403
-    from spmd.functions.resizing import *  # noqa: F403
     from spmd.functions.recurrent import *  # noqa: F403
+    from spmd.functions.resizing import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
     from spmd.functions.spectral import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
