@@ -21,6 +21,7 @@ SECTIONS = {
     "w4": ("benchmarks.fields", "W4"),
     "w5": ("benchmarks.transposes", "W5"),
     "w6": ("benchmarks.transposes", "W6"),
+    "fft": ("benchmarks.spectra", "FFT"),
     "w7": ("benchmarks.overhead", "W7"),
     "costs": ("benchmarks.overhead", "COSTS"),
     "loops": ("benchmarks.loops", "LOOPS"),

@@ -81,6 +81,9 @@ def _targets() -> Iterator[Target]:
     yield Target("w5", "4096x4096, round trip", (JAX, "torch DTensor"), 5)
     yield Target("w6", "256x256x256", ("mpi4py-fft",), 1, ours=engines)
     yield Target("w6", "256x256x256", (JAX, "jax, 1 device"), 1.5, ours=engines)
+    for case in "256x256x256 complex", "256x256x256 real":
+        for engine in engines:
+            yield Target("fft", case, ("scipy, 2 threads", "mpi4py-fft"), 1, ours=(engine,))
     yield Target("w7", "20 operations and a sum", ("jax eager, 2 devices",), 100, ours=engines)
     yield Target("w7", "20 operations and a sum", ("torch DTensor",), 5, ours=engines)
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.2, ours=("spmd, MPI, jit",))

@@ -44,6 +44,7 @@ from spmd.ownership import freeze, thaw
 from spmd.placement import from_blocks, from_callback, put
 
 if TYPE_CHECKING:
+    from spmd import fft as fft
     from spmd import functions as functions
     from spmd import io as io
     from spmd import linear as linear
@@ -205,5 +206,5 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),
         },
-        parts=("functions", "io", "linear", "numpy", "optim", "random", "scipy", "solvers"),
+        parts=("fft", "functions", "io", "linear", "numpy", "optim", "random", "scipy", "solvers"),
     )

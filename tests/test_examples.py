@@ -180,8 +180,38 @@ def test_a_transformer_writes_the_same_on_any_mesh(data, model):
     assert written(run_python(TRANSFORMER, *tiny(data, model), timeout=120)) == one
 
 
+OPERATOR = ROOT / "examples" / "fno.py"
+SMALL = ("--points", "9", "--samples", "12", "--batch", "6", "--epochs", "3", "--width", "5", "--modes", "4")
+
+
+def operator(ended: subprocess.CompletedProcess) -> list[float]:
+    """The losses that fno.py prints, and the error against the solver."""
+    assert ended.returncode == 0, str(ended)
+    found = [float(n) for n in re.findall(r"(?:loss|solver) ([\d.]+)", ended.stdout)]
+    assert len(found) == 3
+    assert found[1] < 0.95 * found[0]
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(1, 3, 1), (2, 2, 2)])
+def test_a_fourier_neural_operator_learns_the_same_on_any_mesh(mesh, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    sides = [str(n) for pair in zip(("--data", "--model", "--space"), mesh, strict=True) for n in pair]
+    picture = tmp_path / "fno.png"
+    ours = operator(run_python(OPERATOR, *SMALL, *sides, "--picture", str(picture), timeout=120))
+    assert ours == pytest.approx(operator(by_itself(OPERATOR, *SMALL)), rel=1e-8)
+    assert picture.stat().st_size > 10_000
+
+
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_a_transformer_under_mpiexec():
     one = written(by_itself(TRANSFORMER, *tiny(1, 1), timeout=120))
     assert written(launch(TRANSFORMER, *tiny(2, 2), n=4, timeout=120)) == one
+
+
+def test_a_fourier_neural_operator_under_mpiexec():
+    pytest.importorskip("scipy")
+    ours = operator(launch(OPERATOR, *SMALL, n=4, timeout=120))
+    assert ours == pytest.approx(operator(by_itself(OPERATOR, *SMALL)), rel=1e-8)

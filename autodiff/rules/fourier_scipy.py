@@ -38,7 +38,8 @@ def _runner(name: str) -> Callable:
             return fun(x, *args, **kwargs)
         from cupyx.scipy import fft as there  # type: ignore[import-not-found]
 
-        return getattr(there, name)(x, *args, **{k: v for k, v in kwargs.items() if v is not None})
+        more = {k: v for k, v in kwargs.items() if v is not None and k != "workers"}
+        return getattr(there, name)(x, *args, **more)
 
     return run
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.array_api.info import mesh_of
+from spmd.fourier.frequencies import frequencies
 from spmd.layout import P, Spec
 from spmd.placement import from_callback
 from spmd.tracebacks import api_boundary
@@ -30,8 +30,7 @@ def fftfreq(
     n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, spec: Spec = _COPIES
 ) -> PartitionedArray:
     """As `np.fft.fftfreq`, as a global array that is made block by block. device: a mesh."""
-    wrapped = lambda k: np.where(k < (n + 1) // 2, k, k - n)
-    return _frequencies(n, wrapped, 1.0 / (n * d), dtype, spec, mesh_of("xp.fft.fftfreq", device))
+    return _frequencies(n, d, False, dtype, spec, mesh_of("xp.fft.fftfreq", device))
 
 
 @api_boundary
@@ -39,14 +38,12 @@ def rfftfreq(
     n: int, /, *, d: float = 1.0, dtype: Any = None, device: Any = None, spec: Spec = _COPIES
 ) -> PartitionedArray:
     """As `np.fft.rfftfreq`, as a global array that is made block by block. device: a mesh."""
-    return _frequencies(n // 2 + 1, lambda k: k, 1.0 / (n * d), dtype, spec, mesh_of("xp.fft.rfftfreq", device))
+    return _frequencies(n, d, True, dtype, spec, mesh_of("xp.fft.rfftfreq", device))
 
 
-def _frequencies(
-    length: int, cycles: Callable[[np.ndarray], np.ndarray], unit: float, dtype: Any, spec: Spec, mesh: Any
-) -> PartitionedArray:
+def _frequencies(n: int, d: float, half: bool, dtype: Any, spec: Spec, mesh: Any) -> PartitionedArray:
     def block(index: tuple[slice, ...]) -> np.ndarray:
         (s,) = index
-        return (cycles(np.arange(s.start, s.stop)) * unit).astype(np.float64 if dtype is None else dtype)
+        return frequencies(n, d, s.start, s.stop, half).astype(np.float64 if dtype is None else dtype)
 
-    return from_callback((length,), spec, block, mesh)
+    return from_callback((n // 2 + 1 if half else n,), spec, block, mesh)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spmd.functions.recurrent import *  # noqa: F403
     from spmd.functions.resizing import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
+    from spmd.functions.spectral import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
 
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -77,6 +78,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "resizing": ("Taps", "plan_resize", "resample", "resize"),
     "recurrent": ("gru", "lstm", "rnn"),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),
+    "spectral": ("spectral_conv",),
     "stencils": ("stencil",),
 }
 

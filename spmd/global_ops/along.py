@@ -48,8 +48,6 @@ class Along(NamedTuple):
     leading: str = ""
 
 
-_FFT = "fft ifft rfft irfft hfft ihfft"
-
 _TABLE: dict[Any, Along] = {
     **{f: Along(-1) for f in (np.sort, np.argsort, np.partition, np.argpartition, np.unwrap)},
     **{f: Along(None) for f in (np.cumsum, np.cumprod, np.nancumsum, np.nancumprod, np.flip)},
@@ -58,7 +56,6 @@ _TABLE: dict[Any, Along] = {
     **{f: Along(None, True, "q") for f in (np.quantile, np.percentile, np.nanquantile, np.nanpercentile)},
     **{getattr(np, name): Along(-1, True) for name in ("trapezoid", "trapz") if hasattr(np, name)},
     **{getattr(np, name): Along(None) for name in ("cumulative_sum", "cumulative_prod") if hasattr(np, name)},
-    **{getattr(np.fft, name): Along(-1) for name in _FFT.split()},
     **{f: Along(None) for f in (np.repeat, np.delete, np.insert)},
 }
 

@@ -1,4 +1,4 @@
-"""Fourier transforms of global arrays over several dimensions: over one after the other, so that none is gathered."""
+"""Fourier transforms of global arrays, by plans of local transforms and repartitions."""
 
 from __future__ import annotations
 
@@ -7,46 +7,53 @@ from typing import Any
 
 import numpy as np
 
+from spmd.array import PartitionedArray
+from spmd.fourier.lines import checked_norm, lines_of
+from spmd.fourier.plan import FourierPlan, fourier_plan
+from spmd.global_ops.call import check_gathered, global_of, on_blocks
 from spmd.global_ops.registry import implements
 from spmd.layout_rules import Rule
 from spmd.operators.splitting import normal_axis
 
-__all__: list[str] = []
+__all__ = ["check_plan"]
 
 
-def _lines(where: str, a: Any, s: Any, axes: Any) -> list[tuple[int, int | None]]:
-    """The dimensions, in order, and the length of the transform over each; None: that of the array."""
-    ndim = len(a.shape)
-    axes = [*range(ndim - (ndim if s is None else len(s)), ndim)] if axes is None else [*axes]
-    if s is not None and len(s) != len(axes):
-        raise ValueError(f"{where}: s has {len(s)} lengths, for {len(axes)} axes")
-    dims = [normal_axis(where, "axes", d, ndim) for d in axes]
-    return [(d, None if s is None else a.shape[d] if s[k] == -1 else s[k]) for k, d in enumerate(dims)]
+def check_plan(where: str, plan: FourierPlan, x: PartitionedArray) -> None:
+    """Raise if a transform gathers an array that is too large for that: its only dimension is split."""
+    if plan.gathers:
+        check_gathered(where, [x], "np.reshape(x, (m, n)) and two transforms, with factors between them")
 
 
-def _several(fun: Any, last: Callable[..., Any], others: Callable[..., Any], real_result: bool) -> None:
-    """last: over the last of the axes; it comes first, except of a transform whose result is real."""
+def _planned(fun: Any, kind: str, a: Any, s: Any, axes: Any, norm: Any) -> Any:
+    where, value = f"np.fft.{fun.__name__}", global_of(a)
+    layout = value.layout.reduced
+    plan = fourier_plan(layout, lines_of(where, kind, layout.shape, s, axes), checked_norm(where, norm))
+    check_plan(where, plan, value)
+    return on_blocks(where, _body, (plan,), [a], [layout], plan.out, value.mesh)
 
+
+def _body(plan: FourierPlan) -> Callable[..., Any]:
+    return lambda x: plan(x)
+
+
+def _single(fun: Any) -> None:
+    @implements(fun, rule=Rule.ALONG)
+    def handler(a: Any, n: Any = None, axis: Any = -1, norm: Any = None, out: Any = None) -> Any:
+        return _planned(fun, fun.__name__, a, None if n is None else (n,), (axis,), norm)
+
+
+def _several(fun: Any) -> None:
     default = (-2, -1) if fun.__name__.endswith("2") else None
 
     @implements(fun, rule=Rule.ALONG)
     def handler(a: Any, s: Any = None, axes: Any = default, norm: Any = None, out: Any = None) -> Any:
-        *rest, (final, length) = _lines(f"np.fft.{fun.__name__}", a, s, axes)
-        if not real_result:
-            a = last(a, length, final, norm)
-        for d, n in rest if real_result else reversed(rest):
-            a = others(a, n, d, norm)
-        return last(a, length, final, norm) if real_result else a
+        return _planned(fun, fun.__name__[:-1], a, s, axes, norm)
 
 
-for _end in "n2":
-    for _name, _last, _others in (
-        ("fft", np.fft.fft, np.fft.fft),
-        ("ifft", np.fft.ifft, np.fft.ifft),
-        ("rfft", np.fft.rfft, np.fft.fft),
-        ("irfft", np.fft.irfft, np.fft.ifft),
-    ):
-        _several(getattr(np.fft, _name + _end), _last, _others, _name == "irfft")
+for _name in "fft ifft rfft irfft hfft ihfft".split():
+    _single(getattr(np.fft, _name))
+    for _end in "n2" if _name[0] != "h" and _name != "ihfft" else "":
+        _several(getattr(np.fft, _name + _end))
 
 
 def _shifted(fun: Any, sign: int) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         rms_norm,
         rnn,
         smooth_l1_loss,
+        spectral_conv,
     )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "rms_norm",
     "rnn",
     "smooth_l1_loss",
+    "spectral_conv",
 ]
 
 _uncompiled: Any = torch.compiler.disable
