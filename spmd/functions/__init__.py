@@ -11,6 +11,7 @@ from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.functions.activation import *  # noqa: F403
+    from spmd.functions.attentions import *  # noqa: F403
     from spmd.functions.convolution import *  # noqa: F403
     from spmd.functions.cross_entropies import *  # noqa: F403
     from spmd.functions.dropouts import *  # noqa: F403
@@ -48,6 +49,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "swiglu",
         "swish",
     ),
+    "attentions": ("attention",),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("dropout",),
     "cross_entropies": ("softmax_cross_entropy",),

@@ -12,6 +12,7 @@ from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from spmd.functions import (
+        attention,
         avg_pool,
         batch_norm,
         binary_cross_entropy,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "attention",
     "avg_pool",
     "batch_norm",
     "binary_cross_entropy",
