@@ -339,8 +339,10 @@ def _parts(plan: _Plan, place: tuple[int, ...]) -> list[Taps | None]:
     """The taps of the outputs of a block, with indices into what it needs."""
     parts: list[Taps | None] = []
     for step, window, k in zip(plan.taps, plan.windows, place, strict=True):
-        whole = step is None or window is None
-        parts.append(None if whole else step.part(window.output_bounds[k], window.needs[k]))
+        part = None
+        if step is not None and window is not None:
+            part = step.part(window.output_bounds[k], window.needs[k])
+        parts.append(part)
     return parts
 
 
@@ -365,7 +367,7 @@ class _Plan:
     @cached_property
     def windows(self) -> list[Window | None]:
         each = zip(self.x.cuts, self.resized.cuts, self.taps, strict=True)
-        return [None if step is None else plan_blocks(_WHERE, *cuts, step.needs) for *cuts, step in each]
+        return [None if step is None else plan_blocks(_WHERE, a, b, step.needs) for a, b, step in each]
 
     @cached_property
     def out(self) -> Layout:
