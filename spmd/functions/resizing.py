@@ -266,10 +266,9 @@ def _check_method(where: str, method: Any, align_corners: Any, antialias: Any, c
         raise SpecError.at(where, argument="method", got=repr(method), need=f"one of {words}", mend=mend)
     check_cubic(where, cubic)
     if align_corners and (antialias or method not in ("linear", "cubic")):
-        argument, got = (
-            ("antialias", "True, with align_corners=True") if antialias else ("align_corners", f"{method!r}")
-        )
-        need = "one of them" if antialias else 'False, which "linear" and "cubic" alone may have otherwise'
+        argument = "antialias" if antialias else "align_corners"
+        got = "True, with align_corners=True" if antialias else f"True, with method={method!r}"
+        need = "one of them" if antialias else 'method="linear" or "cubic"'
         raise SpecError.at(where, argument=argument, got=got, need=need, mend="align_corners=False")
 
 
