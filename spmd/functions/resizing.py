@@ -87,16 +87,13 @@ class Taps:
         """index and weight on the device of x, weight in the dtype of the computation."""
         wide = accurate(np.dtype(x.dtype))
         dtype = np.dtype({"F": np.float32, "D": np.float64}.get(wide.char, wide))
-        device = x.device.id if kernels.on_device(x) else None
-        return self.cached((device, dtype), lambda: self._arrays(dtype, device))
+        if not kernels.on_device(x):
+            return self.cached(dtype, lambda: (self.index, self.weight.astype(dtype)))
+        from spmd.kernels.gpu.source import device_and_stream, uploaded
 
-    def _arrays(self, dtype: np.dtype, device: int | None) -> tuple[Any, Any]:
-        pair = (self.index, self.weight.astype(dtype))
-        if device is None:
-            return pair
-        from spmd.kernels.gpu.source import uploaded
-
-        return uploaded(pair[0]), uploaded(pair[1])
+        return self.cached(
+            (dtype, *device_and_stream()), lambda: (uploaded(self.index), uploaded(self.weight.astype(dtype)))
+        )
 
 
 @api_boundary
