@@ -6,7 +6,6 @@ needs (`spmd.plan_windows`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, SpecError, describe
+from spmd.functions import avg_pool, max_pool
 from spmd.layout import Layout, P, block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.halo import halo_exchange
@@ -31,13 +31,17 @@ __all__ = ["DistributedConv", "DistributedPool"]
 _BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
 _CONVOLUTIONS = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 _POOLINGS: dict[type, tuple[int, Any]] = {
-    nn.MaxPool1d: (1, F.max_pool1d),
-    nn.MaxPool2d: (2, F.max_pool2d),
-    nn.MaxPool3d: (3, F.max_pool3d),
-    nn.AvgPool1d: (1, F.avg_pool1d),
-    nn.AvgPool2d: (2, F.avg_pool2d),
-    nn.AvgPool3d: (3, F.avg_pool3d),
+    nn.MaxPool1d: (1, max_pool),
+    nn.MaxPool2d: (2, max_pool),
+    nn.MaxPool3d: (3, max_pool),
+    nn.AvgPool1d: (1, avg_pool),
+    nn.AvgPool2d: (2, avg_pool),
+    nn.AvgPool3d: (3, avg_pool),
 }
+_OPTIONS = (
+    *("stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    *("count_include_pad", "divisor_override"),
+)
 
 _uncompiled: Any = torch.compiler.disable
 """Compiled functions call these layers uncompiled, because the workers may have to exchange shapes."""
@@ -138,67 +142,28 @@ class DistributedPool(nn.Module):
 
     spec: of the input and the output, for batch, channels and space. size: as for `DistributedConv`.
 
-    Forward: this worker's block of pool(x), in balanced blocks; one `halo_exchange`. Backward: `halo_accumulate`.
-    Raises SpecError for a spec that does not fit, LayoutError for a pooling that gives indices.
+    Forward: this worker's block of pool(x), in balanced blocks, by `spt.functions.max_pool` or `avg_pool`: one
+    `halo_exchange`. Backward: `halo_accumulate`. With return_indices=True the indices are those of the whole input.
+    Raises SpecError for a spec that does not fit, LayoutError for a module that is no such pooling.
     """
-
-    _pool: Any
 
     @api_boundary
     def __init__(self, pool: Any, spec: P, *, size: Sequence[int] | None = None):
         super().__init__()
         where = "spt.DistributedPool"
-        space, self._pool = _function_of(where, "pool", pool, _POOLINGS)
+        space, _ = self._function = _function_of(where, "pool", pool, _POOLINGS)
         self.pool: Any = pool
-        if getattr(pool, "return_indices", False):
-            raise LayoutError.at(
-                where,
-                argument="pool",
-                got=f"{pool}, with return_indices=True",
-                need="a pooling that returns only values: its indices would be those of the block with its halo",
-                mend="leave return_indices out",
-            )
-        self.spec = spec
+        self.spec, self.size = spec, None if size is None else tuple(size)
+        # Workers along the axes that split batch and channels pool arrays of their own.
         axes = _axes_by_dimension(where, here(where), "spec", spec, space + 2)[2:]
-        kernel, stride, dilation, padding = (
-            (value,) * space if isinstance(value, int) else tuple(value)
-            for value in (pool.kernel_size, pool.stride, getattr(pool, "dilation", 1), pool.padding)
-        )
-        self._plan = _Plan(where, axes, kernel, stride, dilation, [(p, p) for p in padding], size, pool.ceil_mode)
+        self._space = P(None, None, *(names or None for names in axes))
 
     @_uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        plan = self._plan
-        windows = plan.windows(x)
-        is_max = hasattr(self.pool, "return_indices")
-        x = plan.exchange(x, windows, [w.halos for w in windows], "none")
-        # Beyond the ends: the smallest value for a maximum, zero for a sum.
-        pads = [w.pads[index] for w, index in zip(windows, plan.block_indices(), strict=True)]
-        if any(map(any, pads)):
-            x = F.pad(x, [n for pair in reversed(pads) for n in pair], value=-math.inf if is_max else 0.0)
-        shape = (*x.shape[:2], *plan.output_sizes(windows))
-        if 0 in shape[1:]:
-            x = _pad_to(x, (0, 1, *plan.extents))
-        y = self._pool(x, plan.kernel, plan.stride, **({"dilation": plan.dilation} if is_max else {}))
-        y = _cropped(y, shape)
-        return y if is_max else self._rescaled(y, windows)
-
-    def _rescaled(self, y: torch.Tensor, windows: list[Window]) -> torch.Tensor:
-        """Averages over the full kernel, rescaled to averages over the entries that the module counts."""
-        taps = math.prod(self._plan.kernel)
-        override = getattr(self.pool, "divisor_override", None)
-        if override:
-            return y * (taps / override)
-        counts = torch.ones((), dtype=torch.float64)
-        full = True
-        for w, index, (low, _) in zip(windows, self._plan.block_indices(), self._plan.padding, strict=True):
-            start, stop = (-low, w.length + low) if self.pool.count_include_pad else (0, w.length)
-            assert w.taps is not None
-            intervals = [w.taps(output) for output in range(*w.output_bounds[index])]
-            lengths = [min(b, stop) - max(a, start) for a, b in intervals]
-            full = full and all(n == w.taps.kernel for n in lengths)
-            counts = counts[..., None] * torch.tensor(lengths)
-        return y if full else y * (taps / counts).to(y)
+        pool, (_, function) = self.pool, self._function
+        options = {name: getattr(pool, name) for name in _OPTIONS if hasattr(pool, name)}
+        shape = None if self.size is None else (*x.shape[:2], *self.size)
+        return function(x, pool.kernel_size, **options, spec=self._space, shape=shape)
 
     def extra_repr(self) -> str:
         return f"spec={self.spec}"
@@ -219,11 +184,10 @@ class _Plan:
         dilation: Sequence[int],
         padding: Sequence[tuple[int, int]],
         size: Sequence[int] | None,
-        ceil: bool = False,
     ):
         self.where, self.axes = where, list(axes)
         self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
-        self.padding, self.ceil = tuple(padding), ceil
+        self.padding = tuple(padding)
         self._cached: Any = None
         self.size = None if size is None else tuple(size)
         self.extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
@@ -237,7 +201,7 @@ class _Plan:
             cuts = key[0]
             source = Layout([sum(n) for n in cuts], P(*(names or None for names in self.axes)), axes, cuts)
             taps = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
-            self._cached = key, list(plan_windows(source, self.kernel, **taps, ceil=self.ceil).dims)
+            self._cached = key, list(plan_windows(source, self.kernel, **taps).dims)
         return self._cached[1]
 
     def _input_sizes(self, x: torch.Tensor) -> tuple[tuple[int, ...], ...]:
