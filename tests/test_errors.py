@@ -24,6 +24,7 @@ from mistakes import (
     parsed,
     recurrent,
     refused,
+    resampling,
     run,
     step,
 )
@@ -33,8 +34,17 @@ from spmd import P, errors
 from spmd.errors import LayoutError, MeshError
 from spmd.operators.sums import Sum
 
-EVERY = [*maps.ROWS, *collectives.ROWS, *bodies.ROWS, *arrays.ROWS, *loops.ROWS, *checkpoints.ROWS, *recurrent.ROWS]
-EVERY += convolutions.ROWS
+EVERY = [
+    *maps.ROWS,
+    *collectives.ROWS,
+    *bodies.ROWS,
+    *arrays.ROWS,
+    *loops.ROWS,
+    *checkpoints.ROWS,
+    *convolutions.ROWS,
+    *recurrent.ROWS,
+    *resampling.ROWS,
+]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}
     EVERY = [row for row in EVERY if row.name not in by_value]

@@ -19,7 +19,7 @@ import cupy as cp
 import numpy as np
 
 __all__ = ["COMPLEX", "FLOATING", "KERNELS", "REAL", "Kernel"]
-__all__ += ["blocks_for", "over", "row_grid", "row_threads", "type_name", "uploaded"]
+__all__ += ["blocks_for", "device_and_stream", "over", "row_grid", "row_threads", "type_name", "uploaded"]
 
 REAL = ("float32", "float64")
 FLOATING = (*REAL, "float16", "bfloat16")
@@ -121,7 +121,12 @@ def _multiprocessors(device: int) -> int:
 def uploaded(x: np.ndarray) -> Any:
     """A table of the host on the device, for reads on the current stream. It is copied once for each stream, for no
     event orders other streams after the copy, or the reuse of its memory after their reads."""
-    return _uploaded(x.tobytes(), x.dtype.str, x.shape, cp.cuda.Device().id, cp.cuda.get_current_stream().ptr)
+    return _uploaded(x.tobytes(), x.dtype.str, x.shape, *device_and_stream())
+
+
+def device_and_stream() -> tuple[int, int]:
+    """What tells apart tables on devices."""
+    return cp.cuda.Device().id, cp.cuda.get_current_stream().ptr
 
 
 @lru_cache(maxsize=1024)

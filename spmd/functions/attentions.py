@@ -84,7 +84,9 @@ def attention(
     need", 2017; Dao et al., "FlashAttention", 2022; Jacobs et al., "DeepSpeed Ulysses", 2023; Liu, Zaharia, Abbeel,
     "Ring attention with blockwise transformers", 2023.
     """
-    return _attention((q, k, v, mask, bias), causal, scale, method, axis_name, (spec, kv_spec, v_spec, mask_spec, bias_spec), out_spec)
+    return _attention(
+        (q, k, v, mask, bias), causal, scale, method, axis_name, (spec, kv_spec, v_spec, mask_spec, bias_spec), out_spec
+    )
 
 
 def _attention(arrays: tuple, causal: bool, scale: Any, method: Any, axis_name: Any, specs: tuple, out: Any) -> Any:
@@ -147,11 +149,15 @@ def _check_lengths(shapes: list[Any]) -> None:
         need = "(..., key heads, m, d) for q of (..., heads, n, d), heads a multiple of key heads"
         raise _misfit("k", k, need, q, "k of the batch and features of q")
     if v[:-1] != k[:-1]:
-        raise _misfit("v", v, "(..., key heads, m, e) for k of (..., key heads, m, d)", k, "v of as many keys as k", "k")
+        raise _misfit(
+            "v", v, "(..., key heads, m, e) for k of (..., key heads, m, d)", k, "v of as many keys as k", "k"
+        )
     full = (*q[:-1], k[-2])
     for name, shape in (("mask", mask), ("bias", bias)):
         if shape is not None and any(n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)):
-            raise _misfit(name, shape, f"a shape that broadcasts to {list(full)}, (..., heads, n, m)", q, f"reshape {name}")
+            raise _misfit(
+                name, shape, f"a shape that broadcasts to {list(full)}, (..., heads, n, m)", q, f"reshape {name}"
+            )
 
 
 def _misfit(argument: str, shape: Any, need: str, other: Any, mend: str, of: str = "q") -> LayoutError:

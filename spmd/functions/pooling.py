@@ -113,7 +113,7 @@ def avg_pool(
     return run_layer(where, lambda layout: _planned(layout, options, out_spec), [operand])
 
 
-def _checked(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple:
+def _checked(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, Any, Any, Any]:
     check_spatial(where, x)
     dims = x.ndim - 2
     window = per_dimension(where, "window", window, dims)
@@ -145,7 +145,7 @@ class _Options:
     count_include_pad: bool = True
     divisor: int | None = None
 
-    def window(self, space: tuple[int, ...]) -> tuple:
+    def window(self, space: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
         """The window, as local functions take it. space: the lengths of the whole array."""
         padding = paddings(self.where, self.padding, space, self.kernel, self.stride, self.dilation)
         return self.kernel, self.stride, padding, self.dilation

@@ -87,16 +87,13 @@ class Taps:
         """index and weight on the device of x, weight in the dtype of the computation."""
         wide = accurate(np.dtype(x.dtype))
         dtype = np.dtype({"F": np.float32, "D": np.float64}.get(wide.char, wide))
-        device = x.device.id if kernels.on_device(x) else None
-        return self.cached((device, dtype), lambda: self._arrays(dtype, device))
+        if not kernels.on_device(x):
+            return self.cached(dtype, lambda: (self.index, self.weight.astype(dtype)))
+        from spmd.kernels.gpu.source import device_and_stream, uploaded
 
-    def _arrays(self, dtype: np.dtype, device: int | None) -> tuple[Any, Any]:
-        pair = (self.index, self.weight.astype(dtype))
-        if device is None:
-            return pair
-        from spmd.kernels.gpu.source import uploaded
-
-        return uploaded(pair[0]), uploaded(pair[1])
+        return self.cached(
+            (dtype, *device_and_stream()), lambda: (uploaded(self.index), uploaded(self.weight.astype(dtype)))
+        )
 
 
 @api_boundary
@@ -266,10 +263,9 @@ def _check_method(where: str, method: Any, align_corners: Any, antialias: Any, c
         raise SpecError.at(where, argument="method", got=repr(method), need=f"one of {words}", mend=mend)
     check_cubic(where, cubic)
     if align_corners and (antialias or method not in ("linear", "cubic")):
-        argument, got = (
-            ("antialias", "True, with align_corners=True") if antialias else ("align_corners", f"{method!r}")
-        )
-        need = "one of them" if antialias else 'False, which "linear" and "cubic" alone may have otherwise'
+        argument = "antialias" if antialias else "align_corners"
+        got = "True, with align_corners=True" if antialias else f"True, with method={method!r}"
+        need = "one of them" if antialias else 'method="linear" or "cubic"'
         raise SpecError.at(where, argument=argument, got=got, need=need, mend="align_corners=False")
 
 
@@ -339,8 +335,10 @@ def _parts(plan: _Plan, place: tuple[int, ...]) -> list[Taps | None]:
     """The taps of the outputs of a block, with indices into what it needs."""
     parts: list[Taps | None] = []
     for step, window, k in zip(plan.taps, plan.windows, place, strict=True):
-        whole = step is None or window is None
-        parts.append(None if whole else step.part(window.output_bounds[k], window.needs[k]))
+        part = None
+        if step is not None and window is not None:
+            part = step.part(window.output_bounds[k], window.needs[k])
+        parts.append(part)
     return parts
 
 
@@ -365,7 +363,7 @@ class _Plan:
     @cached_property
     def windows(self) -> list[Window | None]:
         each = zip(self.x.cuts, self.resized.cuts, self.taps, strict=True)
-        return [None if step is None else plan_blocks(_WHERE, *cuts, step.needs) for *cuts, step in each]
+        return [None if step is None else plan_blocks(_WHERE, a, b, step.needs) for a, b, step in each]
 
     @cached_property
     def out(self) -> Layout:

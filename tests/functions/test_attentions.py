@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ import pytest
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, random_layout, random_mesh
 from spmd import Layout, P, functions
-from spmd.errors import LayoutError, SpecError
 from spmd.functions.attention_plans import Options, attention_plan
-from spmd.functions.attention_tiles import runs_of_heads
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
 

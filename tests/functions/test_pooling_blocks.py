@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,3 +142,122 @@ def test_any_layouts(seed, check, torch):
 @pytest.mark.parametrize("seed", range(1000, 1500))
 def test_many_layouts(seed, check, torch):
     check(seed, torch)
+
+
+# Tables of other libraries: workers along each dimension, shape, window, stride, padding, dilation
+
+TABLE = {
+    "stride 1": ((1, 1, 2, 2), (1, 5, 10, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "stride 2": ((1, 1, 2, 2), (1, 5, 10, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
+    "uneven": ((1, 1, 2, 2), (1, 5, 5, 5), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "a stride past the block": ((1, 1, 2, 2), (1, 5, 6, 10), (5, 5), (4, 4), (2, 2), (1, 1)),
+    "little padding": ((1, 1, 2, 2), (1, 5, 10, 8), (5, 5), (1, 1), (1, 1), (1, 1)),
+    "an even window": ((1, 1, 2, 2), (1, 5, 8, 8), (4, 4), (1, 1), (1, 1), (1, 1)),
+    "3d": ((1, 1, 2, 1, 2), (1, 3, 5, 5, 6), (5, 5, 5), (2, 2, 1), (2, 2, 2), (1, 1, 1)),
+    "1d": ((1, 1, 4), (1, 3, 15), (3,), (1,), (1,), (1,)),
+    "dilation": ((1, 1, 2, 2), (1, 3, 10, 10), (5, 5), (1, 1), (1, 1), (2, 2)),
+    "16 workers": ((1, 1, 4, 4), (1, 3, 10, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
+    "18 workers": ((1, 1, 3, 3, 2), (1, 2, 20, 17, 15), (5, 4, 3), (3, 1, 2), (1, 1, 1), (3, 3, 1)),
+    "a network for images": ((1, 1, 1, 4), (2, 3, 30, 30), (7, 7), (2, 2), (3, 3), (1, 1)),
+    "batch 0": ((1, 1, 2, 2), (0, 5, 10, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
+    "batch and channels": ((2, 2, 1, 2), (3, 5, 7, 9), (2, 2), (2, 2), (0, 0), (1, 1)),
+    "shorter than the mesh": ((1, 1, 8), (2, 3, 5), (2,), (2,), (1,), (1,)),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("on_some", [False, True], ids=["spec", "grid"])
+@pytest.mark.parametrize("ceil_mode", [False, True], ids=["floor", "ceil"])
+@pytest.mark.parametrize("name", TABLE)
+def test_tensors_in_blocks_are_torchs(name, ceil_mode, on_some):
+    import torch
+
+    from spmd.bridge import torch as spt
+
+    parts, shape, window, stride, padding, dilation = TABLE[name]
+    names = "abcde"[: len(parts)]
+    if on_some:
+        mesh = spmd.Mesh(w=int(np.prod(parts)) + 1)
+        spec = Layout.grid(shape, parts, mesh.axes, range(mesh.size - 1, 0, -1))
+    else:
+        mesh, spec = spmd.Mesh(**dict(zip(names, parts, strict=True))), P(*names)
+    x = torch.tensor(np.random.default_rng(0).standard_normal(shape), requires_grad=True)
+    dims = len(shape) - 2
+    taps = {"stride": stride, "padding": padding, "ceil_mode": ceil_mode}
+    layers = {"max_pool": {"dilation": dilation}}
+    if set(dilation) == {1}:
+        layers["avg_pool"] = {"count_include_pad": ceil_mode}
+    for layer, more in layers.items():
+        expected = getattr(torch.nn.functional, f"{layer}{dims}d")(x, window, **taps, **more)
+        g = torch.tensor(np.random.default_rng(1).standard_normal(expected.shape))
+        (gradient,) = torch.autograd.grad(expected, x, g)
+        blocks = spec if not on_some else natural_layout(spec, x, mesh, tuple(expected.shape))
+
+        body = partial(getattr(spt.functions, layer), window=window, **taps, **more, spec=spec)
+        y = spt.map(body, in_specs=spec, out_specs=blocks, mesh=mesh)(x)
+        close(y.detach(), expected.detach())
+        close(torch.autograd.grad(y, x, g)[0], gradient)
+
+
+@pytest.mark.torch
+def test_whole_tensors_are_torchs():
+    """With all options that torch has, in single precision, and to second order."""
+    import torch
+
+    from spmd.bridge.torch import functions as ours
+
+    theirs = torch.nn.functional
+    rng = np.random.default_rng(0)
+    for space in ((9,), (7, 10), (5, 6, 7)):
+        dims = len(space)
+        x = torch.tensor(rng.standard_normal((2, 3, *space)).astype("f4"))
+        for window, stride, padding, ceil in ((2, 2, 0, True), (3, 2, 1, True), (3, 3, 1, False), (2, 3, 1, True)):
+            taps = {"stride": stride, "padding": padding, "ceil_mode": ceil}
+            top, index = getattr(theirs, f"max_pool{dims}d")(x, window, **taps, return_indices=True)
+            for mine, them in zip(ours.max_pool(x, window, **taps, return_indices=True), (top, index), strict=True):
+                assert torch.equal(mine, them)
+            for count, divisor in ((True, None), (False, None), (True, 5)):
+                options = {"count_include_pad": count, "divisor_override": divisor}
+                mean = ours.avg_pool(x, window, **taps, **options)
+                if dims == 1:
+                    del options["divisor_override"]
+                if dims == 1 and divisor is not None:
+                    expected = theirs.avg_pool2d(
+                        x[:, :, None], (1, window), (1, stride), (0, padding), ceil, True, divisor
+                    )
+                    expected = expected[:, :, 0]
+                else:
+                    expected = getattr(theirs, f"avg_pool{dims}d")(x, window, **taps, **options)
+                torch.testing.assert_close(mean, expected)
+    x = torch.tensor(rng.standard_normal((1, 2, 5, 4)), requires_grad=True)
+    for fun in (ours.max_pool, ours.avg_pool):
+        assert torch.autograd.gradgradcheck(lambda x, fun=fun: fun(x, 2, 1, ((1, 0), (0, 1)), 2) ** 2, x)
+    z = torch.complex(x.detach(), x.detach().flip(-1))
+    torch.testing.assert_close(ours.avg_pool(z, 2).imag, ours.avg_pool(x.detach().flip(-1), 2))
+
+
+def test_second_derivatives_on_blocks():
+    rng = np.random.default_rng(0)
+    mesh = spmd.Mesh(x=3)
+    x, v = rng.standard_normal((2, 2, 1, 7, 5))
+    spec = P(None, None, "x")
+    for fun in (functions.max_pool, functions.avg_pool):
+
+        def product(x, v, where=None, fun=fun):
+            """Second derivatives times v, of the sum over all workers."""
+            first = spmd.grad(lambda x: np.sum(np.sin(fun(x, 3, 2, 1, spec=where))))
+            return spmd.grad(lambda x: np.sum(v * first(x)))(x)
+
+        body = lambda x, v, product=product: product(x, v, spec)
+        actual = mesh.map(body, in_specs=(spec, spec), out_specs=spec)(x, v)
+        close(actual.numpy(), product(x, v))
+
+
+def test_blocks_of_batch_and_channels_exchange_nothing():
+    mesh, x = spmd.Mesh(b=2, c=2), np.random.default_rng(0).standard_normal((3, 3, 6))
+    spec = P("b", "c")
+    with spmd.ledger() as log:
+        body = lambda x: functions.avg_pool(functions.max_pool(x, 3, 1, spec=spec), 2, spec=spec)
+        y = mesh.map(body, in_specs=spec, out_specs=spec)(x)
+    assert not log.operators
+    close(y.numpy(), functions.avg_pool(functions.max_pool(x, 3, 1), 2))

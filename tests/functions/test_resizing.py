@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,3 +157,47 @@ def test_any_layouts(seed, torch):
 @pytest.mark.parametrize("seed", range(1000, 2000))
 def test_many_layouts(seed, torch):
     check(seed, torch)
+
+
+# The table of another library, for scale factors and for the sizes that they give
+
+PARTITIONS = {
+    "1d": ((1, 1, 5), (3, 4, 17)),
+    "2d": ((1, 1, 3, 4), (3, 4, 13, 17)),
+    "3d": ((1, 1, 2, 3, 3), (3, 4, 7, 13, 17)),
+    "batch 0": ((1, 1, 2, 2), (0, 2, 5, 4)),
+    "batch and channels": ((2, 2, 1, 2), (3, 3, 5, 4)),
+    "shorter than the mesh": ((1, 1, 8), (1, 2, 3)),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("on_some", [False, True], ids=["spec", "grid"])
+@pytest.mark.parametrize("by", ["size", "scale_factor"])
+@pytest.mark.parametrize("scale", [1, 2, 1.5, 0.5])
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_tensors_in_blocks_are_torchs(name, scale, by, on_some):
+    import torch
+
+    from spmd.bridge import torch as spt
+
+    parts, shape = PARTITIONS[name]
+    size = tuple(int(n * scale) for n in shape[2:])
+    options = {"size": size} if by == "size" else {"scale_factor": scale}
+    if on_some:
+        mesh = spmd.Mesh(w=int(np.prod(parts)) + 1)
+        spec = Layout.grid(shape, parts, mesh.axes, range(mesh.size - 1, 0, -1))
+        out = Layout.grid((*shape[:2], *size), parts, mesh.axes, range(mesh.size - 1, 0, -1))
+    else:
+        names = "abcde"[: len(parts)]
+        mesh, spec = spmd.Mesh(**dict(zip(names, parts, strict=True))), P(*names)
+        out = spec
+    x = torch.tensor(np.random.default_rng(0).standard_normal(shape), requires_grad=True)
+    for method, corners in (("nearest", False), ("linear", True), ("linear", False)):
+        expected = theirs(x, method, options, corners, False)
+        g = torch.tensor(np.random.default_rng(1).standard_normal(expected.shape))
+        (gradient,) = torch.autograd.grad(expected, x, g)
+        body = partial(spt.functions.resize, method=method, align_corners=corners, **options, spec=spec)
+        y = spt.map(body, in_specs=spec, out_specs=out, mesh=mesh)(x)
+        close(y.detach(), expected.detach())
+        close(torch.autograd.grad(y, x, g)[0], gradient)

@@ -17,6 +17,8 @@ from spmd.kernels.windows import windows
 
 __all__ = ["avg_pool", "max_pool"]
 
+Parameters = tuple[Any, Any, Any, Any]
+
 
 def _gather_vjp(g, _ans, _x, index, *, window) -> Any:
     return _max_pool_vjp(g, index, shape=_x.shape[2:], window=window)
@@ -40,7 +42,7 @@ def _max_pool(x, *, window, ceil_mode):
     return kernels.of(x).max_pool(x, *window, ceil_mode)
 
 
-def max_pool(x: Any, window: tuple, ceil_mode: bool, indices: bool = True) -> tuple[Any, Any]:
+def max_pool(x: Any, window: Parameters, ceil_mode: bool, indices: bool = True) -> tuple[Any, Any]:
     """The largest entry of every window, and its index among the spatial entries of x; -1 for padding alone."""
     return _max_pool(x, window=window, ceil_mode=ceil_mode)
 
@@ -59,7 +61,7 @@ def _avg_pool(x, *, options) -> Any:
     return kernels.of(x).avg_pool(x, *options)
 
 
-def avg_pool(x: Any, window: tuple, ceil_mode: bool, count_include_pad: bool, divisor: int | None) -> Any:
+def avg_pool(x: Any, window: Parameters, ceil_mode: bool, count_include_pad: bool, divisor: int | None) -> Any:
     """The mean of every window; with a divisor, the sum of its entries over that."""
     y = _avg_pool(x, options=(*window, ceil_mode, count_include_pad))
     if divisor is None:

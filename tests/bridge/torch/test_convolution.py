@@ -160,6 +160,15 @@ def test_a_pooling_on_blocks(case, check):
     check_blocks(make(), shape, spec, None, axes, check=check, known=not check)
 
 
+def test_indices_are_those_of_the_whole():
+    pool, x, rows = nn.MaxPool2d(3, 2, 1, return_indices=True), torch.randn(3, 2, 9, 8), P("x", None, "y")
+    with spmd.Mesh(**XY):
+        layer = lambda x: spt.DistributedPool(pool, rows)(x)
+        result = spt.map(layer, in_specs=rows, out_specs=(rows, rows))(x)
+    for ours, theirs in zip(result, pool(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @st.composite
 def convolutions(draw):
     """A convolution in any number of dimensions, an input that it fits, and specs on a mesh."""
@@ -279,7 +288,6 @@ MISTAKES = {
     "no convolution": (lambda: spt.DistributedConv(nn.Linear(2, 2), P()), "argument conv", "nn.Conv1d"),
     "transposed": (lambda: spt.DistributedConv(nn.ConvTranspose1d(2, 2, 1), P()), "argument conv", "nn.Conv1d"),
     "too many dimensions": (lambda: spt.DistributedConv(nn.Conv1d(3, 3, 1), P(None, None, None, "x")), "in_spec", "3"),
-    "indices": (lambda: spt.DistributedPool(nn.MaxPool1d(2, return_indices=True), P()), "argument pool", "indices"),
     "no pooling": (lambda: spt.DistributedPool(nn.AdaptiveAvgPool1d(2), P()), "argument pool", "nn.MaxPool1d"),
 }
 

@@ -14,12 +14,13 @@ from spmd.kernels.windows import Window, windows
 
 __all__ = ["avg_pool", "max_pool"]
 
+Parameters = tuple[Any, Any, Any, Any]
 _MAX: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 _EDGES = ((0, 0), (0, 0))
 
 
-def max_pool(x: torch.Tensor, window: tuple, ceil_mode: bool, indices: bool = True) -> tuple[torch.Tensor, Any]:
+def max_pool(x: torch.Tensor, window: Parameters, ceil_mode: bool, indices: bool = True) -> tuple[torch.Tensor, Any]:
     """The largest entry of every window; with indices, also its index among the spatial entries of x, -1 for padding
     alone."""
     geometry = windows(x.shape[2:], *window, ceil_mode)
@@ -42,7 +43,7 @@ def max_pool(x: torch.Tensor, window: tuple, ceil_mode: bool, indices: bool = Tr
 
 
 def avg_pool(
-    x: torch.Tensor, window: tuple, ceil_mode: bool, count_include_pad: bool, divisor: int | None
+    x: torch.Tensor, window: Parameters, ceil_mode: bool, count_include_pad: bool, divisor: int | None
 ) -> torch.Tensor:
     """The mean of every window; with a divisor, the sum of its entries over that."""
     geometry = windows(x.shape[2:], *window, ceil_mode)

@@ -12,7 +12,8 @@ __all__ = ["resample"]
 def resample(x: torch.Tensor, taps: Any, axis: int) -> torch.Tensor:
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of these taps. Half precision is widened."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    index, weight = taps.cached(("torch", x.device, wide.dtype), lambda: _tensors(taps, wide))
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+    index, weight = taps.cached((x.device, stream, wide.dtype), lambda: _tensors(taps, wide))
     parts = (wide.index_select(axis, index[k]) for k in range(len(index)))
     if taps.is_selection:
         return next(parts).to(x.dtype)
