@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,22 @@ def recurrent_rows() -> list[Row]:
     ]
 
 
+def resampling_rows() -> list[Row]:
+    """Those of layers that read windows, of images of 2 channels."""
+    image, rows = (4, 2, 16, 12), P(None, None, "h")
+
+    def row(layer: str, split: str, call: Callable[..., Any], spec: P = rows) -> Row:
+        return Row(layer, split, partial(call, spec=spec), [image], [spec], {"h": 4})
+
+    return [
+        row("max_pool", "rows; windows of 2", partial(F.max_pool, window=2)),
+        row("max_pool", "rows; windows of 3, stride 2", partial(F.max_pool, window=3, stride=2, padding=1)),
+        row("avg_pool", "batch; windows of 3", partial(F.avg_pool, window=3), P("h")),
+        row("pad", "rows; 1 on each side, periodic", partial(F.pad, widths={2: 1, 3: 1}, mode="wrap")),
+        row("resize", "rows; to twice as many, linear", partial(F.resize, scale_factor=2)),
+    ]
+
+
 def rows() -> list[Row]:
     """The rows of the table."""
     x, w, features = (8, 12, 16), (24, 16), P(None, None, "m")
@@ -94,6 +111,7 @@ def rows() -> list[Row]:
             (features, P(None, "m")),
             {"m": 4},
         ),
+        *resampling_rows(),
         *recurrent_rows(),
     ]
 

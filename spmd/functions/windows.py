@@ -107,7 +107,7 @@ def _parts(source: Layout, needs: tuple[Box | None, ...], boundaries: tuple[str,
         boxes, indices = [], []
         for w in range(source.size):
             needed = [lines[d][w][p] for d, p in enumerate(choice)]
-            boxes.append(tuple((min(i), max(i) + 1) if len(i) else (0, 0) for i in needed))
+            boxes.append(tuple((int(min(i)), int(max(i)) + 1) if len(i) else (0, 0) for i in needed))
             indices.append([_within(i) for i in needed])
         plan.append((choice, boxes, indices))
     return plan

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from launch import PROGRAMS, each_mpi, launch
+from mpi_programs import resampling
 
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, integers, random_layout, random_mesh
@@ -201,3 +204,13 @@ def test_tensors_in_blocks_are_torchs(name, scale, by, on_some):
         y = spt.map(body, in_specs=spec, out_specs=out, mesh=mesh)(x)
         close(y.detach(), expected.detach())
         close(torch.autograd.grad(y, x, g)[0], gradient)
+
+
+# Under mpiexec
+
+
+@each_mpi
+def test_processes_give_the_bits_of_virtual_workers(python):
+    ended = launch(PROGRAMS / "resampling.py", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert json.loads(ended.stdout) == resampling.results(transport="local", scheduler="threads")
