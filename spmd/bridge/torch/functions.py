@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         batch_norm,
         binary_cross_entropy,
         binary_cross_entropy_with_logits,
+        cross_entropy,
         group_norm,
         huber_loss,
         instance_norm,
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
         layer_norm,
         linear,
         mse_loss,
+        nll_loss,
         poisson_nll_loss,
         rms_norm,
         smooth_l1_loss,
+        softmax_cross_entropy,
     )
 
 __all__ = [
     "batch_norm",
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
+    "cross_entropy",
     "group_norm",
     "huber_loss",
     "instance_norm",
@@ -40,9 +44,11 @@ __all__ = [
     "layer_norm",
     "linear",
     "mse_loss",
+    "nll_loss",
     "poisson_nll_loss",
     "rms_norm",
     "smooth_l1_loss",
+    "softmax_cross_entropy",
 ]
 
 _uncompiled: Any = torch.compiler.disable
