@@ -9,14 +9,38 @@ import sys
 import numpy as np
 import pytest
 from conftest import DEVICE
-from mistakes import EVEN, D, Row, X, arrays, bodies, checkpoints, collectives, loops, maps, parsed, refused, run, step
+from mistakes import (
+    EVEN,
+    D,
+    Row,
+    X,
+    arrays,
+    bodies,
+    checkpoints,
+    collectives,
+    loops,
+    maps,
+    norms_and_losses,
+    parsed,
+    refused,
+    run,
+    step,
+)
 
 import spmd
 from spmd import P, errors
 from spmd.errors import LayoutError, MeshError
 from spmd.operators.sums import Sum
 
-EVERY = [*maps.ROWS, *collectives.ROWS, *bodies.ROWS, *arrays.ROWS, *loops.ROWS, *checkpoints.ROWS]
+EVERY = [
+    *maps.ROWS,
+    *collectives.ROWS,
+    *bodies.ROWS,
+    *arrays.ROWS,
+    *loops.ROWS,
+    *checkpoints.ROWS,
+    *norms_and_losses.ROWS,
+]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}
     EVERY = [row for row in EVERY if row.name not in by_value]
