@@ -234,6 +234,7 @@ INSTEAD: dict[str, dict[str, str]] = {
             "spmd.functions.softmax_cross_entropy(x, labels)",
         ),
         "nll_loss": "spmd.functions.softmax_cross_entropy(x, labels) of what comes before log_softmax",
+        "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
         "logsoftmax": "spmd.functions.log_softmax(x)",
         "softmin": "spmd.functions.softmax(-x)",
         **dict.fromkeys(("hardswish", "hard_silu"), "spmd.functions.hard_swish(x)"),

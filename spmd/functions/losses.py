@@ -89,9 +89,9 @@ def _fitting(where: str, argument: str, w: Any, x: Any, spec: Spec | None) -> An
     """A weight for the entries of a block, as a value for each worker along the axes that do not split it."""
     if w is None:
         return None
-    on_some = isinstance(spec, Layout) and spec.spec is None
+    grid = spec if isinstance(spec, Layout) and spec.spec is None else None
     first = x.ndim - w.ndim
-    if on_some and spec.positions(here(where).index) is None and first >= 0:
+    if grid is not None and grid.positions(here(where).index) is None and first >= 0:
         w = w[tuple(slice(0, n) for n in x.shape[first:])]  # those who hold nothing may have the whole
     split = [()] * x.ndim if spec is None else _split_dims(spec, x.ndim)
     # Where states are not tracked, a length of 1 does not tell a block from what is the same for all blocks.
@@ -111,8 +111,8 @@ def _fitting(where: str, argument: str, w: Any, x: Any, spec: Spec | None) -> An
     if spec is None:
         return w
     own = {n for names in split[first:] for n in names}
-    if on_some:
-        return w if own else varied(w, tuple(spec.axes))
+    if grid is not None:
+        return w if own else varied(w, tuple(grid.axes))
     return varied(w, [n for n in split_axes(spec) if n not in own])
 
 
@@ -260,15 +260,14 @@ def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spe
 def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float = 1.0, spec: Spec | None = None):
     """With d = |x - target|: d^2 / 2 where d <= delta, delta (d - delta / 2) elsewhere.
 
-    delta: above 0. The rest as `l1_loss`. Source: as torch.nn.functional.huber_loss; Huber, "Robust estimation of a
-    location parameter", 1964.
+    delta: above 0. The rest as `l1_loss`, but the mean divides by the number of entries also with weights, as in torch.
+    Source: as torch.nn.functional.huber_loss; Huber, "Robust estimation of a location parameter", 1964.
     """
     where = "spmd.functions.huber_loss"
     delta = as_number(where, "delta", delta, 0, inf)
     if not delta:
         raise SpecError.at(where, argument="delta", got="0", need="a number above 0", mend="delta=1.0")
-    loss = _made("huber_loss", "huber", reduction, delta, divides_by_weights=weight is not None)
-    return _run(loss, x, target, weight, None, spec)
+    return _run(_made("huber_loss", "huber", reduction, delta), x, target, weight, None, spec)
 
 
 @api_boundary
