@@ -27,6 +27,7 @@ from mistakes import (
     resampling,
     run,
     step,
+    transforms,
 )
 
 import spmd
@@ -44,6 +45,7 @@ EVERY = [
     *convolutions.ROWS,
     *recurrent.ROWS,
     *resampling.ROWS,
+    *transforms.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}
