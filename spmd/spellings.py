@@ -229,11 +229,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, size=size)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
-        **dict.fromkeys(
-            ("cross_entropy", "softmax_cross_entropy_with_integer_labels"),
-            "spmd.functions.softmax_cross_entropy(x, labels)",
-        ),
-        "nll_loss": "spmd.functions.softmax_cross_entropy(x, labels) of what comes before log_softmax",
         "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
         "logsoftmax": "spmd.functions.log_softmax(x)",
         "softmin": "spmd.functions.softmax(-x)",
@@ -246,7 +241,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("alpha_dropout", "dropout2d"), "spmd.functions.dropout(x, rate, key)"),
         **dict.fromkeys(
             ("scaled_dot_product_attention", "dot_product_attention"),
-            "spmd.functions.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v",
+            "spmd.functions.attention(q, k, v)",
         ),
         "onehot": "spmd.functions.one_hot(ids, classes)",
         "lookup": "spmd.functions.embedding(table, ids)",
