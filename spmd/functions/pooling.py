@@ -22,6 +22,10 @@ from spmd.window_nd import Windows, plan_windows
 
 __all__ = ["avg_pool", "max_pool"]
 
+Ints = tuple[int, ...]
+Window = tuple[Ints, Ints, tuple[tuple[int, int], ...], Ints]
+"""The window, stride, padding and dilation of each dimension of space, as local functions take them."""
+
 
 @api_boundary
 def max_pool(
@@ -61,12 +65,12 @@ def max_pool(
     """
     where = "spmd.functions.max_pool"
     x = as_operand(where, "x", x, "f", "real floating-point numbers", "x.astype(float)")
-    options = _Options(where, *_checked(where, x, window, stride, padding, dilation), bool(ceil_mode))
-    operand = Operand("spec", x, spec, shape)
+    taps = _checked(where, x, window, stride, dilation)
+    operand, ceil, indices = Operand("spec", x, spec, shape), bool(ceil_mode), bool(return_indices)
     if is_local(where, operand, out_spec, range(2)):
-        top, index = local(x, "pooling").max_pool(x, options.window(x.shape[2:]), options.ceil_mode, return_indices)
-        return (top, index) if return_indices else top
-    indices = bool(return_indices)
+        top, index = local(x, "pooling").max_pool(x, _padded(where, x.shape[2:], padding, *taps), ceil, indices)
+        return (top, index) if indices else top
+    options = _Options(where, *taps, _hashable(where, padding, *taps), ceil)
     return run_layer(where, lambda layout: _planned(layout, options, out_spec, indices), [operand])
 
 
@@ -100,27 +104,32 @@ def avg_pool(
     """
     where = "spmd.functions.avg_pool"
     x = as_operand(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")
-    options = _Options(
-        where,
-        *_checked(where, x, window, stride, padding, dilation),
-        bool(ceil_mode),
-        bool(count_include_pad),
-        _divisor(where, divisor_override),
-    )
-    operand = Operand("spec", x, spec, shape)
+    taps, divisor = _checked(where, x, window, stride, dilation), _divisor(where, divisor_override)
+    operand, ceil, count = Operand("spec", x, spec, shape), bool(ceil_mode), bool(count_include_pad)
     if is_local(where, operand, out_spec, range(2)):
-        return options.means(x, options.window(x.shape[2:]), options.ceil_mode)
+        return local(x, "pooling").avg_pool(x, _padded(where, x.shape[2:], padding, *taps), ceil, count, divisor)
+    options = _Options(where, *taps, _hashable(where, padding, *taps), ceil, count, divisor)
     return run_layer(where, lambda layout: _planned(layout, options, out_spec), [operand])
 
 
-def _checked(where: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, Any, Any, Any]:
+def _checked(where: str, x: Any, window: Any, stride: Any, dilation: Any) -> tuple[Ints, Ints, Ints]:
+    """The window, stride and dilation of each dimension."""
     check_spatial(where, x)
     dims = x.ndim - 2
     window = per_dimension(where, "window", window, dims)
     stride = window if stride is None else per_dimension(where, "stride", stride, dims)
-    dilation = per_dimension(where, "dilation", dilation, dims)
-    paddings(where, padding, (1,) * dims, window, stride, dilation)
-    return window, stride, tuples(padding), dilation
+    return window, stride, per_dimension(where, "dilation", dilation, dims)
+
+
+def _padded(where: str, space: Ints, padding: Any, window: Ints, stride: Ints, dilation: Ints) -> Window:
+    """The window over an array of these lengths, as local functions take it."""
+    return window, stride, paddings(where, padding, space, window, stride, dilation), dilation
+
+
+def _hashable(where: str, padding: Any, window: Ints, stride: Ints, dilation: Ints) -> Any:
+    """The padding as it was given, checked, in tuples."""
+    paddings(where, padding, (1,) * len(window), window, stride, dilation)
+    return tuples(padding)
 
 
 def _divisor(where: str, divisor: Any) -> int | None:
@@ -134,24 +143,20 @@ def _divisor(where: str, divisor: Any) -> int | None:
 
 @dataclass(frozen=True)
 class _Options:
-    """The arguments of a pooling. padding: as it is given. kernel, stride, dilation: an int for each dimension."""
+    """The arguments of a pooling. kernel, stride, dilation: an int for each dimension. padding: as it is given."""
 
     where: str
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
+    kernel: Ints
+    stride: Ints
+    dilation: Ints
     padding: Any
-    dilation: tuple[int, ...]
     ceil_mode: bool
     count_include_pad: bool = True
     divisor: int | None = None
 
-    def window(self, space: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
-        """The window, as local functions take it. space: the lengths of the whole array."""
-        padding = paddings(self.where, self.padding, space, self.kernel, self.stride, self.dilation)
-        return self.kernel, self.stride, padding, self.dilation
-
-    def means(self, x: Any, window: tuple, ceil_mode: bool) -> Any:
-        return local(x, "pooling").avg_pool(x, window, ceil_mode, self.count_include_pad, self.divisor)
+    def window(self, space: Ints) -> Window:
+        """The window over an array of these lengths."""
+        return _padded(self.where, space, self.padding, self.kernel, self.stride, self.dilation)
 
 
 @lru_cache(maxsize=256)
@@ -215,7 +220,8 @@ class _Plan:
         window, starts = self.blocks[here(self.options.where).index]
         x = extended(x, self.x, (None, None, *self.windows.dims[2:]), ["none"] * x.ndim)
         if self.indices is None:
-            return self._laid(self.options.means(x, window, self.options.ceil_mode))
+            ceil, count, divisor = self.options.ceil_mode, self.options.count_include_pad, self.options.divisor
+            return self._laid(local(x, "pooling").avg_pool(x, window, ceil, count, divisor))
         top, index = local(x, "pooling").max_pool(x, window, self.options.ceil_mode, self.indices)
         if not self.indices:
             return self._laid(top)
