@@ -46,44 +46,9 @@ class Counts(NamedTuple):
         return f"{names}: {self.messages} messages, {self.bytes} B" if self.messages else f"{names}: no message"
 
 
-def recurrent_rows() -> list[Row]:
-    """Those of a recurrent layer of 8 steps, 12 sequences, 16 inputs and 8 hidden features."""
-    shapes = (8, 12, 16), (3, 8, 16), (3, 8, 8)
-
-    def row(split: str, axes: dict[str, int], spec: P, w_spec: P, **options: Any) -> Row:
-        def call(x: Any, ih: Any, hh: Any) -> Any:
-            params = {"weight_ih_l0": ih, "weight_hh_l0": hh}
-            return F.gru(x, None, params, spec=spec, w_spec=w_spec, **options)[0]
-
-        weights = P(None, *w_spec)
-        return Row("gru", split, call, shapes, (spec, weights, weights), axes)
-
-    return [
-        row("batch of x", {"d": 4}, P(None, "d"), P()),
-        row("hidden features", {"m": 4}, P(), P("m")),
-        row("steps of x, in 4 microbatches", {"t": 4}, P("t"), P(), microbatches=4),
-    ]
-
-
-def resampling_rows() -> list[Row]:
-    """Those of layers that read windows, of images of 2 channels."""
-    image, rows = (4, 2, 16, 12), P(None, None, "h")
-
-    def row(layer: str, split: str, call: Callable[..., Any], spec: P = rows) -> Row:
-        return Row(layer, split, partial(call, spec=spec), [image], [spec], {"h": 4})
-
-    return [
-        row("max_pool", "rows; windows of 2", partial(F.max_pool, window=2)),
-        row("max_pool", "rows; windows of 3, stride 2", partial(F.max_pool, window=3, stride=2, padding=1)),
-        row("avg_pool", "batch; windows of 3", partial(F.avg_pool, window=3), P("h")),
-        row("pad", "rows; 1 on each side, periodic", partial(F.pad, widths={2: 1, 3: 1}, mode="wrap")),
-        row("resize", "rows; to twice as many, linear", partial(F.resize, scale_factor=2)),
-    ]
-
-
 def rows() -> list[Row]:
     """The rows of the table."""
-    return [*_linear(), *_norms(), *_losses()]
+    return [*_linear(), *_convolutions(), *_windows(), *_norms(), *_losses(), *_recurrent()]
 
 
 def _linear() -> list[Row]:
@@ -115,8 +80,45 @@ def _linear() -> list[Row]:
             (features, P(None, "m")),
             {"m": 4},
         ),
-        *resampling_rows(),
-        *recurrent_rows(),
+    ]
+
+
+def _convolutions() -> list[Row]:
+    image, weights, rows = (4, 8, 16, 12), (8, 8, 3, 3), P(None, None, "m")
+    channels, filters = P(None, "m"), P("m")
+
+    def row(split: str, spec: P, w_spec: P) -> Row:
+        call = partial(F.conv, padding=1, spec=spec, w_spec=w_spec)
+        return Row("conv", split, call, (image, weights), (spec, w_spec), {"m": 4})
+
+    return [
+        row("batch", P("m"), P()),
+        row("rows of the image", rows, P()),
+        row("channels out", P(), filters),
+        row("channels in", channels, P(None, "m")),
+        Row(
+            "conv_transpose",
+            "rows of the image; stride 2",
+            partial(F.conv_transpose, stride=2, padding=1, spec=rows),
+            (image, weights),
+            (rows, P()),
+            {"m": 4},
+        ),
+    ]
+
+
+def _windows() -> list[Row]:
+    image, rows = (4, 2, 16, 12), P(None, None, "h")
+
+    def row(layer: str, split: str, call: Callable[..., Any], spec: P = rows) -> Row:
+        return Row(layer, split, partial(call, spec=spec), [image], [spec], {"h": 4})
+
+    return [
+        row("max_pool", "rows; windows of 2", partial(F.max_pool, window=2)),
+        row("max_pool", "rows; windows of 3, stride 2", partial(F.max_pool, window=3, stride=2, padding=1)),
+        row("avg_pool", "batch; windows of 3", partial(F.avg_pool, window=3), P("h")),
+        row("pad", "rows; 1 on each side, periodic", partial(F.pad, widths={2: 1, 3: 1}, mode="wrap")),
+        row("resize", "rows; to twice as many, linear", partial(F.resize, scale_factor=2)),
     ]
 
 
@@ -183,6 +185,24 @@ def _losses() -> list[Row]:
             {"d": 2, "m": 2},
             (1,),
         ),
+    ]
+
+
+def _recurrent() -> list[Row]:
+    shapes = (8, 12, 16), (3, 8, 16), (3, 8, 8)
+
+    def row(split: str, axes: dict[str, int], spec: P, w_spec: P, **options: Any) -> Row:
+        def call(x: Any, ih: Any, hh: Any) -> Any:
+            params = {"weight_ih_l0": ih, "weight_hh_l0": hh}
+            return F.gru(x, None, params, spec=spec, w_spec=w_spec, **options)[0]
+
+        weights = P(None, *w_spec)
+        return Row("gru", split, call, shapes, (spec, weights, weights), axes)
+
+    return [
+        row("batch of x", {"d": 4}, P(None, "d"), P()),
+        row("hidden features", {"m": 4}, P(), P("m")),
+        row("steps of x, in 4 microbatches", {"t": 4}, P("t"), P(), microbatches=4),
     ]
 
 
