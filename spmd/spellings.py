@@ -229,11 +229,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         ),
         **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, size=size)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
-        **dict.fromkeys(
-            ("cross_entropy", "softmax_cross_entropy_with_integer_labels"),
-            "spmd.functions.softmax_cross_entropy(x, labels)",
-        ),
-        "nll_loss": "spmd.functions.softmax_cross_entropy(x, labels) of what comes before log_softmax",
+        "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
         "logsoftmax": "spmd.functions.log_softmax(x)",
         "softmin": "spmd.functions.softmax(-x)",
         **dict.fromkeys(("hardswish", "hard_silu"), "spmd.functions.hard_swish(x)"),

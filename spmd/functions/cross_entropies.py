@@ -1,104 +1,33 @@
-"""The cross-entropy of logits against classes or distributions, also with classes that are split over workers."""
+"""Cross-entropies of logits against classes or distributions, also with classes that are split over workers."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from spmd import kernels
 from spmd.autodiff.admission import admit
-from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import checked, one_line, slot_of
+from spmd.autodiff.staging.recorder import checked, slot_of
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import stop_gradient
-from spmd.errors import SpecError, describe, message
-from spmd.functions.arguments import as_floating, as_number, cast, is_traced, require_invariant, require_varying
-from spmd.functions.embeddings import rows_at
-from spmd.functions.softmaxes import (
-    accurate_copy,
-    exp_sums,
-    log_softmax_rows,
-    logsumexp_over,
-    one_hot,
-    row_max,
-    softmax_rows,
-    softmax_rows_vjp,
-)
+from spmd.errors import LayoutError, SpecError, describe, message
+from spmd.frontends import frontend
+from spmd.functions.arguments import as_floating, as_number, require_invariant, require_varying
+from spmd.functions.layouts import dtype_of, floating_operand, layout_of_operand
+from spmd.functions.local import local, namespace
+from spmd.functions.losses import check_block, layout_of_values, run_by_specs, spec_of
+from spmd.functions.movement import relaid, varied
+from spmd.functions.norm_plans import params_of
+from spmd.functions.reductions import check_reduction, reduced
+from spmd.global_ops.call import global_value, names_of
 from spmd.kernels import on_device
 from spmd.kernels.cpu.chunks import accurate
+from spmd.layout import Layout, P, Spec
 from spmd.mesh import here
-from spmd.operators.reduce import AxisName, pmax, psum
-from spmd.spellings import closest
+from spmd.operators.reduce import AxisName, in_dtype, pmax, psum
 from spmd.tracebacks import api_boundary
 
-__all__ = ["softmax_cross_entropy"]
-
-
-# If the gradient will be needed, the forward kernel also computes softmax - target, and keeps it in `saved`.
-
-
-class _SavedGradient:
-    """The gradient that the forward kernel has computed."""
-
-    __slots__ = ("value",)
-
-    def __init__(self):
-        self.value: Any = None
-
-
-def _zero_ignored(h, labels, ignore: int | None):
-    return h if ignore is None else np.where(np.expand_dims(labels != ignore, -1), h, np.zeros_like(h))
-
-
-@primitive(
-    "cross_entropy_gradient",
-    lambda h, _ans, x, labels, *, smoothing, ignore, saved: softmax_rows_vjp(
-        _zero_ignored(h, labels, ignore), softmax_rows(x)
-    ),
-    None,
-)
-def _gradient(x, labels, *, smoothing: float, ignore: int | None, saved: _SavedGradient):
-    """softmax(x) - target."""
-    if saved.value is None:
-        return kernels.of(x).cross_entropy_and_gradient(x, labels, smoothing, ignore)[1]
-    return saved.value
-
-
-@primitive(
-    "cross_entropy",
-    lambda g, _ans, x, labels, *, smoothing, ignore, saved: (
-        np.expand_dims(g, -1) * _gradient(x, labels, smoothing=smoothing, ignore=ignore, saved=saved)
-    ),
-    None,
-)
-def _cross_entropy(x, labels, *, smoothing: float, ignore: int | None, saved: _SavedGradient | None):
-    if saved is None:
-        return kernels.of(x).cross_entropy(x, labels, smoothing, ignore)
-    loss, saved.value = kernels.of(x).cross_entropy_and_gradient(x, labels, smoothing, ignore)
-    return loss
-
-
-@primitive(
-    "soft_cross_entropy_gradient",
-    lambda h, _ans, x, t, *, saved: np.sum(t, axis=-1, keepdims=True) * softmax_rows_vjp(h, softmax_rows(x)),
-    lambda h, _ans, x, _t, *, saved: np.sum(h * softmax_rows(x), axis=-1, keepdims=True) - h,
-)
-def _soft_gradient(x, t, *, saved: _SavedGradient):
-    """sum(t) * softmax(x) - t."""
-    return kernels.of(x).soft_cross_entropy_and_gradient(x, t)[1] if saved.value is None else saved.value
-
-
-@primitive(
-    "soft_cross_entropy",
-    lambda g, _ans, x, t, *, saved: np.expand_dims(g, -1) * _soft_gradient(x, t, saved=saved),
-    lambda g, _ans, x, _t, *, saved: -np.expand_dims(g, -1) * log_softmax_rows(x),
-)
-def _soft_cross_entropy(x, t, *, saved: _SavedGradient | None):
-    if saved is None:
-        return kernels.of(x).soft_cross_entropy(x, t)
-    loss, saved.value = kernels.of(x).soft_cross_entropy_and_gradient(x, t)
-    return loss
+__all__ = ["cross_entropy", "nll_loss", "softmax_cross_entropy"]
 
 
 @api_boundary
@@ -115,8 +44,9 @@ def softmax_cross_entropy(
 ):
     """The cross-entropy of each row against targets t: -sum(weight * t * log_softmax(logits)).
 
-    logits: (..., classes), floating. labels: integers (...) from 0 to classes - 1, for t = onehot(label); or
-    distributions t in the shape of logits, floating. Gives (...), or a number if there is a reduction.
+    logits: (..., classes), floating, of NumPy, CuPy or PyTorch. labels: integers (...) from 0 to classes - 1, for
+    t = onehot(label); or distributions t in the shape of logits, floating. Gives (...), or a number if there is a
+    reduction.
     label_smoothing: with integers, t = (1 - s) * onehot(label) + s / classes. ignore_index: rows with this label have
     the loss 0 and no gradient. weight: (classes,), a factor for each class.
     reduction: "none", "sum", or "mean" as in torch: with integers, the sum over the weights of the labels of all rows
@@ -130,220 +60,351 @@ def softmax_cross_entropy(
     Raises StateError for logits that do not vary along axis_name or labels that do, ValueError for labels of another
     shape or out of range. On a GPU labels are not read, and the loss of one out of range is NaN.
     """
-    logits = as_floating(_WHERE, "logits", logits)
-    if type(labels) is not Array and not on_device(labels):
-        labels = admit(labels, _WHERE, "labels", error=SpecError)
-    smoothing = as_number(_WHERE, "label_smoothing", label_smoothing, 0, 1)
-    if ignore_index is not None and not (isinstance(ignore_index, int | np.integer) and abs(ignore_index) < 2**63):
-        raise ValueError(_message("ignore_index", describe(ignore_index), "an integer, or None", "ignore_index=-100"))
-    ignore = None if ignore_index is None else int(ignore_index)
-    weight = _class_weights(weight, logits)
-    _check_reduction(reduction, batch_axis_name)
-    if logits.ndim and labels.dtype.kind not in "iub" and labels.shape == logits.shape:
-        row_weights = None
-        loss = _against_distributions(logits, labels, axis_name, bool(smoothing or ignore is not None), weight)
-    elif not logits.ndim or labels.dtype.kind not in "iu" or labels.shape != logits.shape[:-1]:
-        raise _wrong_labels(logits, labels)
+    where = "spmd.softmax_cross_entropy"
+    if batch_axis_name is not None and reduction == "none":
+        got, need = f"{batch_axis_name!r} without a reduction", "something to add up over the workers"
+        mend = 'reduction="mean", or leave it out'
+        raise SpecError.at(where, argument="batch_axis_name", got=got, need=need, mend=mend)
+    check_reduction(where, reduction)
+    options = _Options(where, reduction, as_number(where, "label_smoothing", label_smoothing, 0, 1))
+    options = replace(options, ignore=_ignored(where, ignore_index), names=("logits", "labels", "batch_axis_name"))
+    return _loss(options, logits, labels, weight, axis_name, batch_axis_name)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is computed. names: of the arguments in messages: the logits, the labels, and what splits the rows."""
+
+    where: str
+    reduction: str
+    smoothing: float = 0.0
+    ignore: int | None = None
+    names: tuple[str, str, str] = ("x", "target", "spec")
+
+    def message(self, argument: str, got: str, need: str, mend: str) -> str:
+        return message(self.where, argument=argument, got=got, need=need, mend=mend)
+
+
+def _ignored(where: str, index: Any) -> int | None:
+    if index is not None and not (isinstance(index, int | np.integer) and abs(index) < 2**63):
+        need, mend = "an integer, or None", "ignore_index=-100"
+        raise ValueError(message(where, argument="ignore_index", got=describe(index), need=need, mend=mend))
+    return None if index is None else int(index)
+
+
+def _loss(o: _Options, logits, labels, weight, axis_name: AxisName | None, batch: AxisName | None) -> Any:
+    """The loss of blocks whose classes, in the last dimension, are split over axis_name, and whose rows over batch."""
+    logits = logits if frontend(logits) is not None else as_floating(o.where, o.names[0], logits)
+    labels, weight = _labels(o, logits, labels), _class_weights(o, weight, logits)
+    lib, kind = local(logits, "cross_entropies"), dtype_of(labels).kind
+    if logits.ndim and kind not in "iub" and labels.shape == logits.shape:
+        weights, loss = None, _against_distributions(o, logits, labels, axis_name, weight)
+    elif not logits.ndim or kind not in "iu" or labels.shape != logits.shape[:-1]:
+        raise _wrong_labels(o, logits, labels)
     elif axis_name is not None:
-        loss, row_weights = _split_cross_entropy(logits, labels, axis_name, smoothing, ignore, weight)
+        loss, weights = _split_cross_entropy(o, logits, labels, axis_name, weight)
     else:
-        _check_classes(labels, logits.shape[-1], ignore)
-        labels = _on_device_of(logits, labels)
-        if weight is None:
-            saved = _SavedGradient() if is_traced(logits) else None
-            loss = _cross_entropy(logits, labels, smoothing=smoothing, ignore=ignore, saved=saved)
-            row_weights = _row_weights(labels, ignore, loss)
-        else:
-            loss, row_weights = _weighted_cross_entropy(logits, labels, smoothing, ignore, weight)
-    return _reduced(loss, row_weights, reduction, batch_axis_name)
+        _check_classes(o, labels, logits.shape[-1])
+        loss, weights = lib.of_classes(logits, _on_device_of(logits, labels), weight, o.ignore, o.smoothing)
+    return reduced(o.where, loss, weights, o.reduction, batch, argument=o.names[2])
 
 
-def _wrong_labels(logits, labels) -> ValueError:
-    got = f"{describe(labels)} for logits of shape {list(logits.shape)}"
+def _labels(o: _Options, logits: Any, labels: Any) -> Any:
+    """The labels, as an array of the library of the logits."""
+    other = frontend(logits)
+    if other is not None:
+        if frontend(labels) is not other:
+            need, mend = "a tensor, as the logits", f"torch.as_tensor({o.names[1]})"
+            raise SpecError.at(o.where, argument=o.names[1], got=describe(labels), need=need, mend=mend)
+        return labels
+    if type(labels) is not Array and not on_device(labels):
+        return admit(labels, o.where, o.names[1], error=SpecError)
+    return labels
+
+
+def _wrong_labels(o: _Options, logits, labels) -> ValueError:
+    got = f"{describe(labels)} for {o.names[0]} of shape {list(logits.shape)}, with classes in its last dimension"
+    if o.names[0] == "logits":
+        got = f"{describe(labels)} for logits of shape {list(logits.shape)}"
     need = f"integers of shape {list(logits.shape[:-1])}"
-    return ValueError(_message("labels", got, need, "give one class number per row: onehot.argmax(-1) of onehot rows"))
+    mend = "give one class number per row: onehot.argmax(-1) of onehot rows"
+    return ValueError(o.message(o.names[1], got, need, mend))
 
 
-def _against_distributions(logits, t, axis_name: AxisName | None, has_label_options: bool, weight):
-    t = as_floating(_WHERE, "labels", t)
-    if has_label_options:
+def _against_distributions(o: _Options, logits, t, axis_name: AxisName | None, weight):
+    lib, xp = local(logits, "cross_entropies"), namespace(logits)
+    if o.smoothing or o.ignore is not None:
         got = "label_smoothing or ignore_index with distributions"
-        raise ValueError(_message("labels", got, "integers", "mix the uniform distribution in; weight the losses"))
-    t = _on_device_of(logits, t)
+        raise ValueError(o.message(o.names[1], got, "integers", "mix the uniform distribution in; weight the losses"))
+    t = _on_device_of(logits, t if frontend(t) is not None else as_floating(o.where, o.names[1], t))
     t = t if weight is None else t * weight
-    if axis_name is not None:
-        _, total = logsumexp_over(logits, axis_name, _WHERE)
-        y = logits - np.expand_dims(total, -1)
-        terms = np.where(t == 0, np.zeros_like(t), t) * np.where(t == 0, np.zeros_like(y), y)
-        return cast(-psum(np.sum(terms, axis=-1), axis_name), logits.dtype)
-    return _soft_cross_entropy(logits, cast(t, logits.dtype), saved=_SavedGradient() if is_traced(logits) else None)
+    if axis_name is None:
+        return lib.of_distributions(logits, t)
+    names = require_varying(o.where, logits, axis_name, _split_argument(o))
+    y = logits - xp.expand_dims(lib.log_total(logits, names, o.where), axis=-1)
+    terms = xp.where(t == 0, xp.zeros_like(t), t) * xp.where(t == 0, xp.zeros_like(y), y)
+    return in_dtype(-psum(xp.sum(terms, axis=-1), names), dtype_of(logits))
 
 
-_WHERE = "spmd.softmax_cross_entropy"
+def _split_argument(o: _Options) -> str:
+    """The argument that says what splits the classes."""
+    return "spec" if o.names[2] == "spec" else "axis_name"
 
 
-def _message(argument: str, got: str, need: str, mend: str) -> str:
-    return message(_WHERE, argument=argument, got=got, need=need, mend=mend)
+def _check_classes(o: _Options, labels, classes: int) -> None:
+    other = frontend(labels)
+    data = value_of(labels) if other is None else other.data(labels)
+    if data is not None and not on_device(data):
+        (checked if other is None else _called)(_check_range, data, classes, o)
 
 
-def _check_classes(labels, classes: int, ignore: int | None) -> None:
-    labels = value_of(labels)
-    if not kernels.on_device(labels):
-        checked(_check_range, labels, classes, ignore)
+def _called(fun: Any, *args: Any) -> None:
+    fun(*args)
 
 
-def _check_range(labels: np.ndarray, classes: int, ignore: int | None) -> None:
-    labels = labels if ignore is None else labels[labels != ignore]
+def _check_range(labels: np.ndarray, classes: int, o: _Options) -> None:
+    labels = labels if o.ignore is None else labels[labels != o.ignore]
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
-        got = f"labels from {labels.min()} to {labels.max()}"
+        got = f"{o.names[1]} from {labels.min()} to {labels.max()}"
         mend = "leave out rows without a class, or count from 0"
-        raise ValueError(_message("labels", got, f"classes from 0 to {classes - 1}", mend))
+        raise ValueError(o.message(o.names[1], got, f"classes from 0 to {classes - 1}", mend))
 
 
-# Weights of classes, and means
-
-
-def _class_weights(weight, logits):
+def _class_weights(o: _Options, weight, logits):
     """The weights of the classes of this worker, in the dtype of the computation."""
     if weight is None:
         return None
-    weight = as_floating(_WHERE, "weight", weight)
+    weight = weight if frontend(weight) is not None else as_floating(o.where, "weight", weight)
     if tuple(weight.shape) != tuple(logits.shape[-1:]):
         need = f"shape {list(logits.shape[-1:])}, a number for each class"
-        mend = "weight=None for equal ones; with axis_name this worker's block of them"
-        raise SpecError(_message("weight", describe(weight), need, mend))
-    return _on_device_of(logits, cast(weight, accurate(logits.dtype)))
+        mend = "weight=None for equal ones; with split classes this worker's block of them"
+        raise SpecError.at(o.where, argument="weight", got=describe(weight), need=need, mend=mend)
+    return _on_device_of(logits, in_dtype(weight, accurate(dtype_of(logits))))
 
 
 def _on_device_of(logits, x):
     """An array on the device of the logits: CuPy takes no host array as an operand."""
-    if type(x) is np.ndarray and kernels.on_device(value_of(logits)):
+    if type(x) is np.ndarray and on_device(value_of(logits)):
         import cupy
 
         return cupy.asarray(x)
     return x
 
 
-def _weights_of(weight, labels, ignore: int | None):
-    """The weight of the class of each row: 0 for ignored rows, NaN for labels out of range on a GPU."""
-    ids = cast(labels, np.int64)
-    if kernels.on_device(value_of(ids)):
-        ids = np.where(ids < 0, -2, ids)
-    return rows_at(weight, ids if ignore is None else np.where(labels == ignore, -1, ids))
-
-
-def _weighted_cross_entropy(logits, labels, smoothing: float, ignore: int | None, weight):
-    """The losses with class weights, and the weight of each row in their mean."""
-    row_weights = _weights_of(weight, labels, ignore)
-    saved = _SavedGradient() if is_traced(logits) else None
-    if not smoothing:
-        loss = _cross_entropy(logits, labels, smoothing=0.0, ignore=ignore, saved=saved)
-        return cast(loss * row_weights, loss.dtype), row_weights
-    # With different weights smoothing adds up all logits, so the targets are needed as an array.
-    x = accurate_copy(logits)
-    column, zero = np.expand_dims(row_weights, -1), np.zeros_like(row_weights, shape=())
-    share = 0 * column + smoothing / x.shape[-1]  # NaN where the weight is
-    if ignore is not None:
-        share = np.where(np.expand_dims(labels == ignore, -1), zero, share)
-    t = share * weight + np.where(one_hot(labels, x.shape[-1]), (1 - smoothing) * column, zero)
-    return cast(_soft_cross_entropy(x, cast(t, x.dtype), saved=saved), logits.dtype), row_weights
-
-
-def _row_weights(labels, ignore: int | None, loss):
-    """The weight of each row in a mean without class weights; None: 1."""
-    return None if ignore is None else (labels != ignore).astype(accurate(loss.dtype))
-
-
-def _check_reduction(reduction: str, axis_name: AxisName | None) -> None:
-    if reduction not in ("none", "sum", "mean"):
-        mend = f'reduction="{closest(reduction, ("none", "sum", "mean"), "mean")}"'
-        raise SpecError(_message("reduction", describe(reduction), '"none", "sum" or "mean"', mend))
-    if axis_name is not None and reduction == "none":
-        got, need = f"{axis_name!r} without a reduction", "something to add up over the workers"
-        raise SpecError(_message("batch_axis_name", got, need, 'reduction="mean", or leave it out'))
-
-
-@primitive("with_count", lambda g, _ans, _total, *, count: g[0])
-def _with_count(total, *, count: int):
-    """The total and the count in one array, for one sum over workers."""
-    return one_line(_pair, (total, count))
-
-
-def _pair(total: Any, count: int) -> Any:
-    if isinstance(total, np.generic | np.ndarray):  # ten times as fast
-        return np.array((total, count), total.dtype)
-    return np.stack([total, np.full_like(total, count)])
-
-
-@primitive("over_count", lambda g, _ans, both: _with_count(g / both[1], count=0))
-def _over_count(total_and_count):
-    """The total divided by the count, which has no derivative."""
-    return total_and_count[0] / total_and_count[1]
-
-
-def _reduced(loss, row_weights, reduction: str, axis_name: AxisName | None):
-    """The losses, their sum, or their sum divided by that of the row weights (None: 1 for each)."""
-    if reduction == "none":
-        return loss
-    axes = () if axis_name is None else require_varying(_WHERE, loss, axis_name, "batch_axis_name")
-    total = np.sum(cast(loss, accurate(loss.dtype)))
-    if reduction == "sum":
-        return cast(psum(total, axes) if axes else total, loss.dtype)
-    if row_weights is None:
-        total_and_count = _with_count(total, count=loss.size)
-        total_and_count = psum(total_and_count, axes) if axes else total_and_count
-    elif axes:
-        total_and_count = psum(np.stack([total, np.sum(row_weights)]), axes)
-    else:
-        total_and_count = total, np.sum(row_weights)
-    with np.errstate(invalid="ignore"):  # of no rows
-        mean = _over_count(total_and_count) if row_weights is None else total_and_count[0] / total_and_count[1]
-    return cast(mean, loss.dtype)
-
-
-def _split_classes(x, labels, axis_name: AxisName, where: str) -> tuple[Any, int, int, Any]:
+def _split_classes(o: _Options, x, labels, axis_name: AxisName) -> tuple[Any, int, int, Any]:
     """The largest logit of each row, the first class of this worker, the number of classes, and the axes that split
     them. One all-reduce carries the largest logits and the numbers of classes.
     """
-    names = require_varying(where, x, axis_name)
-    require_invariant(where, "labels", labels, names, "the same labels on all workers that share the classes")
-    group = here(where).group(names)
-    largest = row_max(stop_gradient(x))
-    sizes = np.zeros_like(value_of(largest), shape=(group.size,), dtype=float)
+    names, xp, other = require_varying(o.where, x, axis_name, _split_argument(o)), namespace(x), frontend(x)
+    need = "the same labels on all workers that share the classes"
+    require_invariant(o.where, o.names[1], labels, names, need)
+    group, double = here(o.where).group(names), np.dtype(float)
+    largest = local(x, "cross_entropies").top(x)
+    sizes = np.zeros(group.size)
     sizes[group.index] = x.shape[-1]
-    packed = pmax(np.concatenate([np.reshape(largest, (-1,)).astype(float), sizes]), names)
-    columns = [int(n) for n in slot_of(value_of(packed[-group.size :]))]  # the same in every replay
-    top = cast(np.reshape(packed[: -group.size], x.shape[:-1]), x.dtype)
-    offset = sum(columns[: group.index])
-    return top, offset, sum(columns), names
+    flat = in_dtype(xp.reshape(largest, (int(np.prod(largest.shape)),)), double)
+    packed = pmax(xp.concat([flat, local(x, "normalisation").constant(flat, sizes)]), names)
+    tail = packed[-group.size :]
+    numbers = slot_of(value_of(tail)) if other is None else other.data(tail)
+    columns = [int(n) for n in numbers]  # the same in every replay
+    top = in_dtype(xp.reshape(packed[: -group.size], tuple(x.shape[:-1])), dtype_of(x))
+    return top, sum(columns[: group.index]), sum(columns), names
 
 
-def _split_cross_entropy(logits, labels, axis_name: AxisName, smoothing: float, ignore: int | None, weight):
+def _split_cross_entropy(o: _Options, logits, labels, axis_name: AxisName, weight):
     """The losses where the classes are split over workers, and the weight of each row in their mean."""
-    x = accurate_copy(logits)
-    top, offset, classes, names = _split_classes(x, labels, axis_name, _WHERE)
-    _check_classes(labels, classes, ignore)
-    own_labels = cast(labels, np.int64) - offset
-    sums = exp_sums(x, top, own_labels)
+    lib, xp, smoothing = local(logits, "cross_entropies"), namespace(logits), o.smoothing
+    x = in_dtype(logits, accurate(dtype_of(logits)))
+    top, offset, classes, names = _split_classes(o, x, labels, axis_name)
+    _check_classes(o, labels, classes)
+    own_labels = in_dtype(labels, np.dtype(np.int64)) - offset
+    sums = lib.class_sums(x, top, own_labels)
     if weight is None:
         sums = psum(sums, names)
-        loss, row_weights = np.log(sums[0]) - (1 - smoothing) * (sums[1] - top), _row_weights(labels, ignore, x)
+        loss = xp.log(sums[0]) - (1 - smoothing) * (sums[1] - top)
+        row_weights = lib.row_weights(labels, None, o.ignore, x)
         if smoothing:
             loss = loss - smoothing * (sums[2] / classes - top)
     else:
-        here_or_none = np.where((own_labels >= 0) & (own_labels < x.shape[-1]), own_labels, -1)
-        parts = [sums[0], sums[1], rows_at(weight, here_or_none)]
+        parts = [sums[0], sums[1], lib.weights_at(weight, _own_or_none(own_labels, x.shape[-1]))]
         if smoothing:
-            parts += [x @ weight, np.sum(weight) + np.zeros_like(top)]
-        total, chosen, row_weights, *smoothing_sums = psum(np.stack(parts), names)
-        loss = (1 - smoothing) * row_weights * (np.log(total) - (chosen - top))
+            parts += [x @ weight, xp.sum(weight) + xp.zeros_like(top)]
+        total, chosen, row_weights, *smoothing_sums = psum(xp.stack(parts), names)
+        loss = (1 - smoothing) * row_weights * (xp.log(total) - (chosen - top))
         if smoothing:
             weighted_logits, weights = smoothing_sums
-            loss = loss + smoothing / classes * (weights * np.log(total) - (weighted_logits - weights * top))
-        if ignore is not None:
-            row_weights = np.where(labels == ignore, np.zeros_like(row_weights), row_weights)
-    if kernels.on_device(value_of(labels)):  # their range was not checked
+            loss = loss + smoothing / classes * (weights * xp.log(total) - (weighted_logits - weights * top))
+        if o.ignore is not None:
+            row_weights = xp.where(labels == o.ignore, xp.zeros_like(row_weights), row_weights)
+    if on_device(value_of(labels)):  # their range was not checked
         loss = np.where((labels < 0) | (labels >= classes), np.full_like(loss, np.nan), loss)
-    if ignore is not None:
-        loss = np.where(labels == ignore, np.zeros_like(loss), loss)
-    return cast(loss, logits.dtype), row_weights
+    if o.ignore is not None:
+        loss = xp.where(labels == o.ignore, xp.zeros_like(loss), loss)
+    return in_dtype(loss, dtype_of(logits)), row_weights
+
+
+def _own_or_none(labels: Any, classes: int) -> Any:
+    """Labels of this worker's classes; -1 for those of others."""
+    xp = namespace(labels)
+    return xp.where((labels >= 0) & (labels < classes), labels, xp.full_like(labels, -1))
+
+
+# As torch has them: classes in dimension 1
+
+
+@api_boundary
+def cross_entropy(
+    x,
+    target,
+    *,
+    weight=None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    spec: Spec | None = None,
+):
+    """The cross-entropy of logits against classes: `softmax_cross_entropy` with the arguments of torch.
+
+    x: (classes,), (batch, classes) or (batch, classes, ...), floating; arrays of NumPy, CuPy or PyTorch. target:
+    integers in the shape of x without the classes, from 0 to classes - 1; or probabilities in the shape of x.
+    weight: (classes,), a factor for each class, or None. ignore_index: rows with this target have the loss 0 and no
+    weight. label_smoothing: the share s in (1 - s) t + s / classes for distributions t.
+    reduction: "none", "sum", or "mean": the sum divided by that of the weights of all targets that are not ignored;
+    with probabilities, by the number of rows. The mean of no rows is NaN.
+    spec: in a body, how the whole x is split, classes too. target is split as x without the classes, and has numbers of
+    the whole; probabilities are split as x, and weight as the classes. By a `Layout.grid`, weight is whole on all
+    workers, and target is on the first worker of each block of rows, where the losses are computed. None: x is whole.
+    Outside of bodies global arrays have their layouts. The sum and the mean are over all workers, and Invariant.
+
+    Cost: two all-reduces of a few numbers per row if the classes are split, one of two numbers for a mean; backward
+    nothing. Adjoint of the derivative: g (softmax(x) sum(t) - t).
+    Raises ValueError for targets of another shape or out of range, SpecError and StateError for other arguments.
+    Source: as torch.nn.functional.cross_entropy; Shoeybi et al., "Megatron-LM", 2019.
+    """
+    where = "spmd.functions.cross_entropy"
+    o = _Options(where, reduction, as_number(where, "label_smoothing", label_smoothing, 0, 1))
+    return _run(replace(o, ignore=_ignored(where, ignore_index)), x, target, weight, spec)
+
+
+@api_boundary
+def nll_loss(x, target, *, weight=None, ignore_index: int = -100, reduction: str = "mean", spec: Spec | None = None):
+    """-weight[target] x[target], for logarithms x of probabilities: `cross_entropy` of what `log_softmax` gives.
+
+    Arguments, reductions, specs and errors as `cross_entropy`; target are integers.
+    Cost: if the classes are split, the workers that share a row exchange their numbers of classes, and sum two numbers
+    per row; one all-reduce of two numbers for a mean; backward nothing.
+    Derivative's adjoint: -g weight[target] at x[target]. Source: as torch.nn.functional.nll_loss.
+    """
+    where = "spmd.functions.nll_loss"
+    o = _Options(where, reduction, ignore=_ignored(where, ignore_index))
+    return _run(o, x, target, weight, spec, nll=True)
+
+
+def _run(o: _Options, x, target, weight, spec: Spec | None, nll: bool = False) -> Any:
+    check_reduction(o.where, o.reduction)
+    x = floating_operand(o.where, "x", x)
+    if not x.ndim:
+        need = "(classes,), (batch, classes) or (batch, classes, ...)"
+        raise SpecError.at(o.where, argument="x", got=describe(x), need=need, mend="logits for each class")
+    operands = (x, target, weight)
+    value = next((v for a in operands if a is not None and (v := global_value(a)) is not None), None)
+    fun = _Classes(o, nll)
+    if spec is not None:
+        check_block(o.where, x, spec)
+        if isinstance(spec, Layout) and spec.spec is None:
+            return fun.on_some(spec, *operands)
+        return fun(spec, *operands)
+    if value is None:
+        return fun(None, *operands)
+    lies, c = layout_of_values(value if global_value(x) is None else global_value(x), x.shape), min(1, x.ndim - 1)
+    target = target if hasattr(target, "ndim") else np.asarray(target)
+    rest = [d for d in range(x.ndim) if d != c or target.ndim == x.ndim]
+    out = lies if o.reduction != "none" else params_of(lies, [d for d in range(x.ndim) if d != c])
+    specs = [lies, params_of(lies, rest), params_of(lies, (c,))]
+    out = out if o.reduction == "none" else P()
+    return run_by_specs(o.where, fun, lies, (x, target, weight), specs, out, value)
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """A loss of blocks with the classes in dimension 1."""
+
+    options: _Options
+    nll: bool
+
+    def __call__(self, spec: Spec | None, x: Any, target: Any, weight: Any) -> Any:
+        """Of blocks that lie by spec; None: of whole arrays."""
+        c = min(1, x.ndim - 1)
+        names = [()] * x.ndim if spec is None else names_of(spec_of(spec), x.ndim)
+        batch = tuple(n for d, each in enumerate(names) if d != c for n in each)
+        return self._of_rows(x, target, varied(weight, batch), tuple(names[c]), batch)
+
+    def _of_rows(self, x: Any, target: Any, weight: Any, classes: tuple[str, ...], batch: tuple[str, ...]) -> Any:
+        c, xp = min(1, x.ndim - 1), namespace(x)
+        soft = getattr(target, "ndim", None) == x.ndim and not self.nll and dtype_of(target).kind not in "iub"
+        options = self.options
+        x = xp.moveaxis(x, c, -1)
+        if self.nll:
+            return _nll(options, x, target, weight, classes, batch)
+        if soft:
+            target = xp.moveaxis(target, c, -1)
+            if options.smoothing:
+                n = psum(x.shape[-1], classes) if classes else x.shape[-1]
+                target = (1 - options.smoothing) * target + options.smoothing / max(int(n), 1)
+            options = replace(options, ignore=None, smoothing=0.0)
+        return _loss(options, x, target, weight, classes or None, batch or None)
+
+    def on_some(self, layout: Layout, x: Any, target: Any, weight: Any) -> Any:
+        """Of blocks on some of the workers: all classes of a row come to the first worker of its block of rows."""
+        where, c, ndim = self.options.where, 1, x.ndim
+        if ndim < 2:
+            got, need = f"{layout}", "(batch, classes) or (batch, classes, ...) on some of the workers"
+            raise LayoutError.at(where, argument="spec", got=got, need=need, mend="x[None], with a batch of one")
+        rest = [d for d in range(ndim) if d != c]
+        counts = [1 if d == c else len(cut) for d, cut in enumerate(layout.cuts)]
+        cuts = [(layout.shape[c],) if d == c else cut for d, cut in enumerate(layout.cuts)]
+        rows = Layout.grid(layout.shape, counts, layout.axes, params_of(layout, rest).workers, cuts)
+        shape = list(rows.block_shape(here(where).index))
+        shape[c] = layout.shape[c]  # also where there are no rows
+        xp = namespace(x)
+        soft = getattr(target, "ndim", None) == ndim
+        x = xp.reshape(relaid(x, layout, rows), tuple(shape))
+        if soft:
+            layout_of_operand(where, "target", target, layout)
+            target = xp.reshape(relaid(target, layout, rows), tuple(shape))
+        return self._of_rows(x, target, varied(weight, tuple(layout.axes)), (), tuple(layout.axes))
+
+
+def _nll(o: _Options, x, labels, weight, classes: tuple[str, ...], batch: tuple[str, ...]) -> Any:
+    """The loss of rows of logarithms."""
+    lib, xp = local(x, "cross_entropies"), namespace(x)
+    labels, weight = _on_device_of(x, _labels(o, x, labels)), _class_weights(o, weight, x)
+    if dtype_of(labels).kind not in "iu" or labels.shape != x.shape[:-1]:
+        raise _wrong_labels(o, x, labels)
+    offset, n = 0, x.shape[-1]
+    if classes:
+        require_varying(o.where, x, classes, "spec")
+        layout = layout_of_operand(o.where, "spec", x, P(*[None] * (x.ndim - 1), classes))
+        offset, n = layout.boxes[here(o.where).index][-1][0], layout.shape[-1]
+    _check_classes(o, labels, n)
+    own = in_dtype(labels, np.dtype(np.int64)) - offset
+    chosen = lib.chosen(x, own)
+    weights = lib.row_weights(labels, None, o.ignore, x)
+    if weight is not None:
+        factors = lib.weights_at(weight, _own_or_none(own, x.shape[-1]))
+        chosen = chosen * in_dtype(factors, dtype_of(chosen))
+        chosen, factors = (
+            psum(xp.stack([in_dtype(chosen, dtype_of(factors)), factors]), classes)
+            if classes
+            else (
+                chosen,
+                factors,
+            )
+        )
+        weights = factors if weights is None else factors * weights
+    elif classes:
+        chosen = psum(chosen, classes)
+    loss = in_dtype(-chosen, dtype_of(x))
+    if o.ignore is not None:
+        loss = xp.where(labels == o.ignore, xp.zeros_like(loss), loss)
+    return reduced(o.where, loss, weights, o.reduction, batch or None)

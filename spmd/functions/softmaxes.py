@@ -195,4 +195,5 @@ def exp_sums(x, top, labels):
 
 def one_hot(labels, n: int):
     labels = value_of(labels)
+    labels = np.asarray(labels) if isinstance(labels, np.generic) else labels
     return np.expand_dims(labels, -1) == np.arange(n, like=labels)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         binary_cross_entropy_with_logits,
         conv,
         conv_transpose,
+        cross_entropy,
         group_norm,
         gru,
         huber_loss,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         lstm,
         max_pool,
         mse_loss,
+        nll_loss,
         pad,
         poisson_nll_loss,
         resample,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
         rms_norm,
         rnn,
         smooth_l1_loss,
+        softmax_cross_entropy,
         spectral_conv,
     )
 
@@ -48,6 +51,7 @@ __all__ = [
     "binary_cross_entropy_with_logits",
     "conv",
     "conv_transpose",
+    "cross_entropy",
     "group_norm",
     "gru",
     "huber_loss",
@@ -59,6 +63,7 @@ __all__ = [
     "lstm",
     "max_pool",
     "mse_loss",
+    "nll_loss",
     "pad",
     "poisson_nll_loss",
     "resample",
@@ -66,6 +71,7 @@ __all__ = [
     "rms_norm",
     "rnn",
     "smooth_l1_loss",
+    "softmax_cross_entropy",
     "spectral_conv",
 ]
 
