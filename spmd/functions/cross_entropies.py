@@ -316,7 +316,8 @@ def _run(o: _Options, x, target, weight, spec: Spec | None, nll: bool = False) -
         return fun(spec, *operands)
     if value is None:
         return fun(None, *operands)
-    lies, c = layout_of_values(value if global_value(x) is None else global_value(x), x.shape), min(1, x.ndim - 1)
+    own, c = global_value(x), min(1, x.ndim - 1)
+    lies = layout_of_values(value if own is None else own, x.shape)
     target = target if hasattr(target, "ndim") else np.asarray(target)
     rest = [d for d in range(x.ndim) if d != c or target.ndim == x.ndim]
     out = lies if o.reduction != "none" else params_of(lies, [d for d in range(x.ndim) if d != c])

@@ -12,7 +12,6 @@ from spmd.functions.layouts import floating_operand, layout_of_operand
 from spmd.functions.local import namespace
 from spmd.global_ops.call import global_value
 from spmd.layout import Layout, Spec
-from spmd.mesh import WORKER
 from spmd.random import distributions, layouts
 from spmd.tracebacks import api_boundary
 
@@ -47,7 +46,7 @@ def check_rate(where: str, argument: str, rate: Any) -> None:
 def dropped(where: str, x: Any, rate: float, key: Any, spec: Spec | None) -> Any:
     """x after dropout, for a key and a rate that are right."""
     value, other = global_value(x), frontend(x)
-    if value is not None or isinstance(spec, Layout) and WORKER.get() is not None:
+    if value is not None or isinstance(spec, Layout):
         layout = layout_of_operand(where, "spec", x, spec)
     else:
         layout = layouts.layout_of_block(where, x, spec)

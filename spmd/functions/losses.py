@@ -89,9 +89,9 @@ def _fitting(where: str, argument: str, w: Any, x: Any, spec: Spec | None) -> An
     """A weight for the entries of a block, as a value for each worker along the axes that do not split it."""
     if w is None:
         return None
-    on_some = isinstance(spec, Layout) and spec.spec is None
+    grid = spec if isinstance(spec, Layout) and spec.spec is None else None
     first = x.ndim - w.ndim
-    if on_some and spec.positions(here(where).index) is None and first >= 0:
+    if grid is not None and grid.positions(here(where).index) is None and first >= 0:
         w = w[tuple(slice(0, n) for n in x.shape[first:])]  # those who hold nothing may have the whole
     split = [()] * x.ndim if spec is None else _split_dims(spec, x.ndim)
     # Where states are not tracked, a length of 1 does not tell a block from what is the same for all blocks.
@@ -111,8 +111,8 @@ def _fitting(where: str, argument: str, w: Any, x: Any, spec: Spec | None) -> An
     if spec is None:
         return w
     own = {n for names in split[first:] for n in names}
-    if on_some:
-        return w if own else varied(w, tuple(spec.axes))
+    if grid is not None:
+        return w if own else varied(w, tuple(grid.axes))
     return varied(w, [n for n in split_axes(spec) if n not in own])
 
 
