@@ -21,6 +21,7 @@ from mistakes import (
     convolutions,
     loops,
     maps,
+    norms_and_losses,
     parsed,
     recurrent,
     refused,
@@ -44,6 +45,7 @@ EVERY = [
     *convolutions.ROWS,
     *recurrent.ROWS,
     *resampling.ROWS,
+    *norms_and_losses.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}

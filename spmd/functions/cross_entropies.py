@@ -57,7 +57,7 @@ def softmax_cross_entropy(
     whole, equal along these axes, or blocks of the distributions; weight is a block too. The loss is Invariant there.
     Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Gradient: softmax(logits) * sum(t) - t, with weight * t for t; the forward pass computes it if it will be needed.
-    Raises StateError for logits that do not vary along axis_name or labels that do, ValueError for labels of another
+    Raises StateError for logits that do not vary along axis_name or labels that do, SpecError for labels of another
     shape or out of range. On a GPU labels are not read, and the loss of one out of range is NaN.
     """
     where = "spmd.softmax_cross_entropy"
@@ -88,7 +88,7 @@ class _Options:
 def _ignored(where: str, index: Any) -> int | None:
     if index is not None and not (isinstance(index, int | np.integer) and abs(index) < 2**63):
         need, mend = "an integer, or None", "ignore_index=-100"
-        raise ValueError(message(where, argument="ignore_index", got=describe(index), need=need, mend=mend))
+        raise SpecError(message(where, argument="ignore_index", got=describe(index), need=need, mend=mend))
     return None if index is None else int(index)
 
 
@@ -122,20 +122,20 @@ def _labels(o: _Options, logits: Any, labels: Any) -> Any:
     return labels
 
 
-def _wrong_labels(o: _Options, logits, labels) -> ValueError:
+def _wrong_labels(o: _Options, logits, labels) -> SpecError:
     got = f"{describe(labels)} for {o.names[0]} of shape {list(logits.shape)}, with classes in its last dimension"
     if o.names[0] == "logits":
         got = f"{describe(labels)} for logits of shape {list(logits.shape)}"
     need = f"integers of shape {list(logits.shape[:-1])}"
     mend = "give one class number per row: onehot.argmax(-1) of onehot rows"
-    return ValueError(o.message(o.names[1], got, need, mend))
+    return SpecError(o.message(o.names[1], got, need, mend))
 
 
 def _against_distributions(o: _Options, logits, t, axis_name: AxisName | None, weight):
     lib, xp = local(logits, "cross_entropies"), namespace(logits)
     if o.smoothing or o.ignore is not None:
         got = "label_smoothing or ignore_index with distributions"
-        raise ValueError(o.message(o.names[1], got, "integers", "mix the uniform distribution in; weight the losses"))
+        raise SpecError(o.message(o.names[1], got, "integers", "mix the uniform distribution in; weight the losses"))
     t = _on_device_of(logits, t if frontend(t) is not None else as_floating(o.where, o.names[1], t))
     t = t if weight is None else t * weight
     if axis_name is None:
@@ -167,7 +167,7 @@ def _check_range(labels: np.ndarray, classes: int, o: _Options) -> None:
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         got = f"{o.names[1]} from {labels.min()} to {labels.max()}"
         mend = "leave out rows without a class, or count from 0"
-        raise ValueError(o.message(o.names[1], got, f"classes from 0 to {classes - 1}", mend))
+        raise SpecError(o.message(o.names[1], got, f"classes from 0 to {classes - 1}", mend))
 
 
 def _class_weights(o: _Options, weight, logits):
@@ -278,7 +278,8 @@ def cross_entropy(
 
     Cost: two all-reduces of a few numbers per row if the classes are split, one of two numbers for a mean; backward
     nothing. Adjoint of the derivative: g (softmax(x) sum(t) - t).
-    Raises ValueError for targets of another shape or out of range, SpecError and StateError for other arguments.
+    Raises SpecError for targets of another shape or out of range and for other arguments, StateError where spec names
+    an axis along which all workers have the same.
     Source: as torch.nn.functional.cross_entropy; Shoeybi et al., "Megatron-LM", 2019.
     """
     where = "spmd.functions.cross_entropy"

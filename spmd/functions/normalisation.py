@@ -31,10 +31,11 @@ Pair = tuple[Any, Any]
 
 
 def _check_parameter(where: str, argument: str, p: Any, need: Sequence[int]) -> None:
-    """Raise unless a parameter has this shape."""
+    """Raise unless a parameter, or the array of its layout, has this shape."""
     if p is not None and tuple(p.shape) != tuple(need):
         mend = f"reshape it, or {argument}=None" if argument != "running" else "a number for each channel"
-        raise SpecError.at(where, argument=argument, got=describe(p), need=f"shape {list(need)}", mend=mend)
+        got = f"an array of shape {list(p.shape)}" if isinstance(p, Layout) else describe(p)
+        raise SpecError.at(where, argument=argument, got=got, need=f"shape {list(need)}", mend=mend)
 
 
 _ARGUMENTS = "weight", "bias", "running", "running"
