@@ -66,6 +66,10 @@ def recurrent_rows() -> list[Row]:
 
 def rows() -> list[Row]:
     """The rows of the table."""
+    return [*_linear(), *_norms(), *_losses(), *recurrent_rows()]
+
+
+def _linear() -> list[Row]:
     x, w, features = (8, 12, 16), (24, 16), P(None, None, "m")
     return [
         Row("linear", "batch of x", lambda x, w: F.linear(x, w, spec=P("d")), (x, w), (P("d"), P()), {"d": 4}),
@@ -94,7 +98,72 @@ def rows() -> list[Row]:
             (features, P(None, "m")),
             {"m": 4},
         ),
-        *recurrent_rows(),
+    ]
+
+
+def _norms() -> list[Row]:
+    x, batch, channels, features = (8, 12, 16), P("d"), P(None, "m"), P(None, None, "m")
+    options = {"shape": x}
+    return [
+        Row("layer_norm", "batch", lambda x, w: F.layer_norm(x, w, spec=batch), (x, (16,)), (batch, P()), {"d": 4}),
+        Row(
+            "layer_norm",
+            "features",
+            lambda x, w: F.layer_norm(x, w, spec=features),
+            (x, (16,)),
+            (features, P("m")),
+            {"m": 4},
+        ),
+        Row("batch_norm", "batch", lambda x, w: F.batch_norm(x, w, spec=batch), (x, (12,)), (batch, P()), {"d": 4}),
+        Row(
+            "batch_norm",
+            "channels",
+            lambda x, w: F.batch_norm(x, w, spec=channels),
+            (x, (12,)),
+            (channels, P("m")),
+            {"m": 4},
+        ),
+        Row(
+            "group_norm",
+            "channels, 4 groups",
+            lambda x, w: F.group_norm(x, 4, w, spec=channels, **options),
+            (x, (12,)),
+            (channels, P("m")),
+            {"m": 4},
+        ),
+        Row(
+            "group_norm",
+            "channels, 2 groups across workers",
+            lambda x, w: F.group_norm(x, 2, w, spec=channels, **options),
+            (x, (12,)),
+            (channels, P("m")),
+            {"m": 4},
+        ),
+    ]
+
+
+def _losses() -> list[Row]:
+    x, rows, both = (8, 16), P("d"), P("d", "m")
+    return [
+        Row("mse_loss", "batch; the mean", lambda x, t: F.mse_loss(x, t, spec=rows), (x, x), (rows, rows), {"d": 4}),
+        Row(
+            "cross_entropy",
+            "batch; the mean",
+            lambda x, t: F.cross_entropy(x, t, spec=rows),
+            (x, x[:1]),
+            (rows, rows),
+            {"d": 4},
+            (1,),
+        ),
+        Row(
+            "cross_entropy",
+            "batch and classes; the mean",
+            lambda x, t: F.cross_entropy(x, t, spec=both),
+            (x, x[:1]),
+            (both, rows),
+            {"d": 2, "m": 2},
+            (1,),
+        ),
     ]
 
 

@@ -115,6 +115,10 @@ class NormPlan:
             variance = square / _at_least(xp, count, 1)
             if self.returns_running:
                 new = self.updated(running, count, mean, square)
+            axes = self._axes(x.ndim)
+            if axes:  # together, so that one sum adds their cotangents
+                both = varied(xp.stack([mean, variance]), axes)
+                mean, variance = both[0], both[1]
         else:
             mean, variance = (in_dtype(self._spread(p, x.ndim), dtype) for p in old)
         if not norm.centred:
@@ -168,6 +172,13 @@ class NormPlan:
             updated.append((mixed if some else old) if isinstance(some, bool) else xp.where(some, mixed, old))
         return tuple(updated)
 
+    def _axes(self, ndim: int) -> tuple[str, ...]:
+        """The axes that split the dimensions that are reduced, along which statistics are gathered."""
+        first, stop = self.norm.kept
+        if not self.names or self._groups_span:
+            return ()
+        return tuple(n for d in range(ndim) if not first <= d < stop for n in self.names[d])
+
     def _statistics(self, x: Any) -> tuple[Any, Any, Any]:
         """Count, mean and sum of squared distances of the whole, with length 1 in the dimensions that are reduced."""
         norm = self.norm
@@ -180,7 +191,7 @@ class NormPlan:
         shape = mean.shape
         if self.group > 1:
             count, mean, square = _of_groups(mean, square, count, self.group)
-        axes = tuple(n for d in reduced if self.names for n in self.names[d])
+        axes = self._axes(x.ndim)
         if axes:
             require_varying(norm.where, x, axes, "spec")
             inner = mean.shape

@@ -130,8 +130,8 @@ def layer_norm(
     CuPy or PyTorch.
     spec: in a body, how the whole x is split, of which x is this worker's block; weight and bias are the blocks of the
     whole ones in the last dimensions. By a `Layout.grid` they lie on the first worker that holds each block of rows'
-    entries. None: the whole. Outside of bodies global arrays have their layouts. shape: of the whole x, in balanced
-    blocks; only a `Layout` of groups of channels needs it.
+    entries. None: the whole. Outside of bodies global arrays have their layouts. shape: of the whole x in balanced
+    blocks, to have them checked.
 
     Where rows are split: one all-gather of two numbers per row and a count forward, one sum of these backward; on some
     of the workers an exchange between those that share rows. Otherwise nothing.
@@ -222,8 +222,8 @@ def batch_norm(
     1 - momentum, plus the batch's mean and unbiased variance times momentum, as in torch; it has no gradient. The old
     arrays stay as they are. With training=False they replace the batch's statistics and are returned unchanged.
 
-    Cost: one all-gather of the statistics forward, two sums of a number per channel backward; where only channels are
-    split, nothing. Ioffe, Szegedy, "Batch normalization", 2015.
+    Cost: one all-gather of the statistics forward, one sum of two numbers per channel backward; where only channels
+    are split, nothing. Ioffe, Szegedy, "Batch normalization", 2015.
     """
     where = "spmd.functions.batch_norm"
     x = floating_operand(where, "x", x)

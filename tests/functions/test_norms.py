@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from launch import PROGRAMS, each_mpi, launch
+from mpi_programs import norms_and_losses
 
 import spmd
 from functions.layer_cases import check_layer, random_layout, random_mesh
@@ -179,7 +182,7 @@ def test_batch_norms_train_and_evaluate_as_on_one_worker(grid, shape, affine):
     y = module(there)
     y.backward(torch.tensor(g))
     wanted = [y.detach(), there.grad, *(p.grad for p in module.parameters()), module.running_mean, module.running_var]
-    wanted = [np.array(a) for a in wanted]
+    wanted = [a.detach().numpy() for a in wanted]
     evaluated = module.eval()(torch.tensor(later)).detach().numpy()
 
     mesh, layout = on_more(shape, grid)
@@ -341,3 +344,11 @@ def test_what_is_not_split_is_not_sent():
         with spmd.ledger() as log:
             mesh.map(fun, in_specs=(spec, w_spec), out_specs=spec)(x, w)
         assert not log.verbs, spec
+
+
+@each_mpi
+def test_processes_give_the_bits_of_virtual_workers(python):
+    """Of losses and dropout too."""
+    ended = launch(PROGRAMS / "norms_and_losses.py", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert json.loads(ended.stdout) == norms_and_losses.results(transport="local", scheduler="threads")
