@@ -260,15 +260,14 @@ def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spe
 def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float = 1.0, spec: Spec | None = None):
     """With d = |x - target|: d^2 / 2 where d <= delta, delta (d - delta / 2) elsewhere.
 
-    delta: above 0. The rest as `l1_loss`. Source: as torch.nn.functional.huber_loss; Huber, "Robust estimation of a
-    location parameter", 1964.
+    delta: above 0. The rest as `l1_loss`, but the mean divides by the number of entries also with weights, as in torch.
+    Source: as torch.nn.functional.huber_loss; Huber, "Robust estimation of a location parameter", 1964.
     """
     where = "spmd.functions.huber_loss"
     delta = as_number(where, "delta", delta, 0, inf)
     if not delta:
         raise SpecError.at(where, argument="delta", got="0", need="a number above 0", mend="delta=1.0")
-    loss = _made("huber_loss", "huber", reduction, delta, divides_by_weights=weight is not None)
-    return _run(loss, x, target, weight, None, spec)
+    return _run(_made("huber_loss", "huber", reduction, delta), x, target, weight, None, spec)
 
 
 @api_boundary

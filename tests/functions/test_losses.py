@@ -202,6 +202,22 @@ def test_weights(check):
             close(np.asarray(a), b)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", ["l1", "mse", "huber"])
+def test_weights_of_entries(kind, reduction):
+    name, options, *_ = LOSSES[kind]
+    rng, mesh, spec = np.random.default_rng(0), spmd.Mesh(a=2, b=2, scheduler="lockstep"), P("a", "b")
+    x, target = rng.standard_normal((2, 5, 3))
+    w, g = rng.uniform(0.1, 3, (5, 3)), rng.standard_normal((5, 3) if reduction == "none" else ())
+    expected = reference(name, options, reduction, {"weight": w}, x, target, g)
+    body = lambda x, t, w: getattr(functions, name)(x, t, weight=w, reduction=reduction, spec=spec, **options)
+    mapped = mesh.map(body, in_specs=(spec, spec, spec), out_specs=spec if reduction == "none" else P())
+    y, pullback = spmd.vjp(mapped, *spmd.put((x, target, w), spec, mesh))
+    close(y.numpy(), expected[0])
+    for a, b in zip(pullback(spmd.put(g, y.layout, mesh))[:2], expected[1], strict=True):
+        close(a.numpy(), b)
+
+
 @pytest.mark.parametrize("kind", LOSSES)
 def test_derivatives_to_second_order(kind):
     name, options, draw_x, draw_target, _ = LOSSES[kind]
