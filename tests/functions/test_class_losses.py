@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import DEVICE
 
 import spmd
 from functions.layer_cases import check_layer, random_layout, random_mesh
@@ -78,7 +79,9 @@ def check(seed: int, kind: str, reduction: str) -> None:
 
     out = of_rows if reduction == "none" else P()
     if soft and not weighted:
-        check_layer(block, expected, (x, target), specs, out, mesh, g, compare=close, in_global=outside, torch=True)
+        check_layer(
+            block, expected, (x, target), specs, out, mesh, g, compare=close, in_global=outside, torch=DEVICE == "cpu"
+        )
         return
     fixed, lies = ([target], [specs[1]]) if weight is None else ([target, weight], [specs[1], of_weight])
     for on in (mesh, spmd.Mesh(**mesh.axes, scheduler="lockstep")):
@@ -89,7 +92,8 @@ def check(seed: int, kind: str, reduction: str) -> None:
             y, pullback = spmd.vjp(lambda x, fun=fun, args=args: fun(x, *args[1:]), args[0])
             close(y.numpy(), expected[0])
             close(pullback(spmd.put(g, out if check is not None else y.layout, on))[0].numpy(), expected[1][0])
-    check_tensors(block, expected, (x, *fixed), (spec, *lies), out, mesh, g)
+    if DEVICE == "cpu":
+        check_tensors(block, expected, (x, *fixed), (spec, *lies), out, mesh, g)
 
 
 def check_tensors(fun, expected, args, specs, out, mesh, g) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from conftest import DEVICE
 from launch import PROGRAMS, each_mpi, launch
 from mpi_programs import norms_and_losses
 
@@ -115,7 +116,7 @@ def check(seed: int, name: str) -> None:
             reference(case, [x, w, b], g),
             case.ours,
         )
-    check_layer(one, expected, args, specs, spec, mesh, g, compare=close, in_global=outside, torch=True)
+    check_layer(one, expected, args, specs, spec, mesh, g, compare=close, in_global=outside, torch=DEVICE == "cpu")
 
 
 NAMES = ["layer", "rms", "batch", "group", "instance"]
@@ -164,6 +165,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.host("tensors of the host")
 @pytest.mark.parametrize(("grid", "shape"), BATCHES, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norms_train_and_evaluate_as_on_one_worker(grid, shape, affine):
@@ -250,7 +252,7 @@ def test_layer_norms_on_some_of_the_workers(grid, shape, rows):
         g,
         compare=close,
         in_global=fun,
-        torch=True,
+        torch=DEVICE == "cpu",
     )
 
 
@@ -309,6 +311,7 @@ def test_second_order_on_blocks(name):
     spmd.check_grads(mapped, args, order=2, modes=("rev",))
 
 
+@pytest.mark.host("tensors of the host")
 @pytest.mark.parametrize("name", ["batch", "group", "layer"])
 def test_second_order_of_tensors(name):
     import torch
