@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.tracer import Array
 from spmd.fourier.blocks import transformed
 from spmd.fourier.lines import FROM_REAL, TO_REAL, Line
 from spmd.fourier.search import stages
@@ -137,16 +138,20 @@ class FourierPlan:
         return dtypes
 
     def __call__(self, x: Any) -> Any:
+        # A holder, and no name: what nothing else refers to may be written to.
         holder, me = [x], here("spmd.fft").index
         del x
         for step in self.steps:
             if isinstance(step, Move):
                 source, target, _ = step.restricted
                 holder.append(repartition(holder.pop(), source, target))
-            else:
-                writable = type(holder[0]) is np.ndarray and reclaimed(holder, 0)
-                shape = step.after.block_shape(me)
-                holder.append(transformed(holder.pop(), step.lines, self.norm, shape, writable))
+                continue
+            state = _bared(holder)
+            writable = type(holder[0]) is np.ndarray and reclaimed(holder, 0)
+            shape = step.after.block_shape(me)
+            holder.append(transformed(holder.pop(), step.lines, self.norm, shape, writable))
+            if state is not None:
+                holder.append(Array(holder.pop(), state))
         return holder[0]
 
     def __str__(self) -> str:
@@ -163,6 +168,15 @@ class FourierPlan:
         end = f"gives {self._dtypes[-1]}{[*self.out.shape]} by {_lies(self.out)}: {self.repartitions} repartition"
         end += f"{'s' * (self.repartitions != 1)}, {self.messages} messages, {self.nbytes} bytes"
         return "\n".join([head, *(line.rstrip() for line in lines), end])
+
+
+def _bared(holder: list[Any]) -> Any:
+    """Replace an array that has a state and no derivative by its data. Returns the state; None: nothing is replaced."""
+    x = holder[0]
+    if type(x) is not Array or x.tape is not None or x.state is None or type(x.value) is not np.ndarray:
+        return None
+    holder[0] = x.value
+    return x.state
 
 
 @lru_cache(maxsize=1024)
