@@ -28,6 +28,7 @@ from mistakes import (
     resampling,
     run,
     step,
+    transforms,
 )
 
 import spmd
@@ -46,6 +47,7 @@ EVERY = [
     *recurrent.ROWS,
     *resampling.ROWS,
     *norms_and_losses.ROWS,
+    *transforms.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}

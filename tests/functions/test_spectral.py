@@ -8,13 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 from launch import PROGRAMS, each_mpi, launch
-from mistakes import Row, refused
 from mpi_programs import fourier_layers
 
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, check_tensors, random_layout, random_mesh
 from spmd import P, functions
-from spmd.errors import SpecError
 from spmd.functions.spectral import _plan
 from spmd.layout import Layout
 
@@ -170,26 +168,6 @@ def test_second_derivatives_and_jit():
     _, along = spmd.jvp(spmd.grad(energy(reference)), (x, w), (x, w))
     _, have = spmd.jvp(spmd.grad(energy(mapped)), placed, placed)
     close(have.numpy(), along)
-
-
-X, W = example()
-MISTAKES = [
-    Row("complex input", lambda: functions.spectral_conv(X + 0j, W), SpecError,
-        "spmd.functions.spectral_conv: argument x", "complex128[3, 4, 6, 7]", "real numbers of shape", "w of shape"),
-    Row("real weights", lambda: functions.spectral_conv(X, W.real), SpecError,
-        "spmd.functions.spectral_conv: argument w", "float64[4, 5, 3, 2]", "complex numbers of 4", "real + 1j * imag"),
-    Row("other channels", lambda: functions.spectral_conv(X, W[:3]), SpecError,
-        "spmd.functions.spectral_conv: argument w", "[3, 5, 3, 2] for x of shape [3, 4, 6, 7]", "(in_", "modes=None"),
-    Row("other modes", lambda: functions.spectral_conv(X, W, (3, 3)), SpecError,
-        "spmd.functions.spectral_conv: argument modes", "(3, 3) for w of shape", "*modes", "modes=None"),
-    Row("modes that no grid has", lambda: functions.spectral_conv(X[..., :2], W.repeat(3, 2)), SpecError,
-        "spmd.functions.spectral_conv: argument w", "[9, 2] modes", "from 1 to [6, 2] modes", "a finer grid"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row.name)
-def test_mistakes(row):
-    refused(row)
 
 
 @each_mpi
