@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from spmd.fourier.lines import FROM_REAL, TO_REAL, Line
 from spmd.layout import Layout, P, block_sizes
@@ -95,8 +97,7 @@ def stages(source: Layout, lines: tuple[Line, ...], target: Layout | None, fixed
         seen.add(key)
         if not node.remaining and (target is None or node.layout == target):
             return list(node.stages)
-        for more, following in search.next(node):
-            total = tuple(a + b for a, b in zip(cost, more, strict=True))
+        for total, following in search.next(node, cost):
             heapq.heappush(queue, (total, next(counter), following))
 
 
@@ -113,6 +114,8 @@ class _Search:
     def __init__(self, source: Layout, lines: tuple[Line, ...], target: Layout | None, fixed: frozenset[int]):
         self.splits, self.lines, self.target, self.fixed = Splits(source), lines, target, fixed
         self.source = source
+        self.bound: tuple[int, ...] | None = None
+        """The first numbers of the least cost of a way that is known: ways of higher ones are not looked at."""
 
     def start(self) -> _Node:
         return self._through(self.splits.names, self.source, tuple(range(len(self.lines))), ())
@@ -139,25 +142,31 @@ class _Search:
             self.lines[j].kind in FROM_REAL or (j < k and self.lines[j].dim == self.lines[k].dim) for j in missing
         )
 
-    def next(self, node: _Node) -> Iterator[tuple[tuple, _Node]]:
-        if self.target is not None:
-            ndim = len(self.target.shape)
-            waiting = all(len(self.target.cuts[self.lines[k].dim]) == 1 for k in node.remaining)
-            shape = list(self.target.shape)
+    def next(self, node: _Node, cost: tuple) -> Iterator[tuple[tuple, _Node]]:
+        """The places that a repartition leads to, with the costs of the ways to them. cost: that of the way here."""
+        target = self.target
+        if target is not None and node.names is not None:
+            waiting = all(len(target.cuts[self.lines[k].dim]) == 1 for k in node.remaining)
+            shape = list(target.shape)
             for k in node.remaining:
                 shape[self.lines[k].dim] = node.layout.shape[self.lines[k].dim]
-            if waiting and node.names is not None:
-                yield self._moved(node, None, _resized(self.target, shape), ((ndim, 0),))
+            if waiting:
+                last = ((len(shape), 0),)
+                yield from self._moved(node, cost, (False, False), None, last, partial(_resized, target, shape))
         if node.names is None or not node.remaining:
             return
-        split = sorted({self.lines[k].dim for k in node.remaining if len(node.layout.cuts[self.lines[k].dim]) > 1})
+        split = {k: self.lines[k].dim for k in node.remaining if len(node.layout.cuts[self.lines[k].dim]) > 1}
+        first = {d for k, d in split.items() if self.lines[k].kind in FROM_REAL}
         for count in range(1, len(split) + 1):
-            for chosen in itertools.combinations(split, count):
-                yield from self._making_whole(node, node.names, chosen)
+            for chosen in itertools.combinations(sorted({*split.values()}), count):
+                if first <= {*chosen}:
+                    yield from self._making_whole(node, cost, node.names, chosen)
 
-    def _making_whole(self, node: _Node, names: Names, chosen: Sequence[int]) -> Iterator[tuple[tuple, _Node]]:
+    def _making_whole(
+        self, node: _Node, cost: tuple, names: Names, chosen: Sequence[int]
+    ) -> Iterator[tuple[tuple, _Node]]:
         """The places where these dimensions are whole, and what split them splits others."""
-        ndim = len(names)
+        ndim, shape = len(names), node.layout.shape
         free = [d for d in range(ndim) if d not in chosen]
         places = [d for d in free if d not in self.fixed] or free
         for choice in itertools.product(places or [None], repeat=len(chosen)):
@@ -165,24 +174,41 @@ class _Search:
             for d, to in zip(chosen, choice, strict=True):
                 if to is not None:
                     moved[to] = (*moved[to], *names[d])
-            layout = self.splits.layout(tuple(moved), node.layout.shape, node.layout, names)
+            idle = any(n < math.prod(self.splits.sizes(each)) for n, each in zip(shape, moved, strict=True) if each)
             order = tuple((abs(to - d), to) for d, to in zip(chosen, choice, strict=True) if to is not None)
-            yield self._moved(node, tuple(moved), layout, order)
+            layout = partial(self.splits.layout, tuple(moved), shape, node.layout, names)
+            yield from self._moved(node, cost, (None in choice, idle), tuple(moved), order, layout)
 
-    def _moved(self, node: _Node, names: Names | None, layout: Layout, order: tuple) -> tuple[tuple, _Node]:
+    def _moved(
+        self,
+        node: _Node,
+        cost: tuple,
+        faults: tuple[bool, bool],
+        names: Names | None,
+        order: tuple,
+        make: Callable[[], Layout],
+    ) -> Iterator[tuple[tuple, _Node]]:
+        """The place after a repartition to a layout, unless a better way is known already. faults: whether it gathers,
+        and whether workers are idle."""
+        first = (cost[0] + faults[0], cost[1] + faults[1], cost[2] + 1)
+        if self.bound is not None and first > self.bound:
+            return
+        layout = make()
         following = self._through(names, layout, node.remaining, node.stages)
-        entries, most = _entries_moved(node.layout, layout), max(map(math.prod, _block_shapes(layout)))
-        blocks = len(node.layout.holders)
-        even = math.prod(layout.shape) / max(1, blocks)
-        by_choice = names is None
-        gathers = not by_choice and len(layout.holders) < blocks
-        idle = not by_choice and any(n < len(c) for n, c in zip(layout.shape, layout.cuts, strict=True))
+        if not following.remaining and self.target in (None, following.layout):
+            self.bound = first
+        entries, most = _entries_moved(node.layout, layout)
+        even = math.prod(layout.shape) / math.prod(map(len, node.layout.cuts))
         balance = round(2 * math.log2(max(most, 1) / even)) if even >= 1 else 0
-        return (gathers, idle, 1, balance, entries, (order,)), following
+        yield (*first, cost[3] + balance, cost[4] + entries, (*cost[5], order)), following
 
 
-def _block_shapes(layout: Layout) -> list[tuple[int, ...]]:
-    return [layout.block_shape(w) for w in range(layout.size)]
+def _entries_moved(source: Layout, target: Layout) -> tuple[int, int]:
+    """The entries that workers of the target do not hold in the source, and the most that a worker holds of it."""
+    have, need = (np.array(layout.boxes).reshape(layout.size, len(layout.shape), 2) for layout in (source, target))
+    inside = np.minimum(have[..., 1], need[..., 1]) - np.maximum(have[..., 0], need[..., 0])
+    held = np.prod(need[..., 1] - need[..., 0], axis=1)
+    return int(np.sum(held - np.prod(np.maximum(inside, 0), axis=1))), int(held.max())
 
 
 def _resized(layout: Layout, shape: Sequence[int]) -> Layout:
@@ -195,12 +221,3 @@ def _resized(layout: Layout, shape: Sequence[int]) -> Layout:
     if layout.spec is not None:
         return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
     return Layout.grid(shape, [len(c) for c in cuts], layout.axes, layout.workers, cuts)
-
-
-def _entries_moved(source: Layout, target: Layout) -> int:
-    """The entries that workers of the target do not hold in the source."""
-    moved = 0
-    for have, need in zip(source.boxes, target.boxes, strict=True):
-        inside = math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(have, need, strict=True))
-        moved += math.prod(d - c for c, d in need) - inside
-    return moved
