@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         resize,
         rms_norm,
         rnn,
+        rope,
         smooth_l1_loss,
         spectral_conv,
     )
@@ -65,6 +66,7 @@ __all__ = [
     "resize",
     "rms_norm",
     "rnn",
+    "rope",
     "smooth_l1_loss",
     "spectral_conv",
 ]
