@@ -236,7 +236,7 @@ class AttentionPlan:
                 boxes[name].append([self._box(name, w, piece) for w in workers])
             for name in ("bias", "mask"):
                 layout = getattr(self, name)
-                if layout is not None and (piece == 0 or layout.shape[ROWS] != 1):
+                if layout is not None and (piece == 0 or (len(layout.shape) > 1 and layout.shape[ROWS] != 1)):
                     boxes[name].append([self._term_box(layout, w, piece) for w in workers])
         return {name: tuple(map(tuple, lists)) for name, lists in boxes.items()}
 

@@ -7,6 +7,7 @@ the log-sum-exp of each row (Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def runs_of_heads(heads: Pair, group: int) -> tuple[Run, ...]:
     cuts = sorted({start, inner[0] * group, inner[1] * group, stop})
     return tuple(
         ((a - start, b - start), (a // group - first, (b - 1) // group + 1 - first))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     )
 
 
@@ -137,10 +138,9 @@ def grouped_term(xp: Any, a: Any, run: Run, batch: tuple[int, ...]) -> Any:
         count = math.prod(lead)
     else:
         a, count = xp.broadcast_to(a, (*batch, *a.shape[-3:])), math.prod(batch)
-    (start, stop), (first, last) = run
     split = (1, 1)
-    if a.shape[-3] != 1 or stop - start == 1:
-        a, split = a[..., slice(start, stop) if a.shape[-3] != 1 else slice(None), :, :], _split(run)
+    if a.shape[-3] != 1:
+        a, split = a[..., slice(*run[0]), :, :], _split(run)
     return xp.reshape(a, (count, *split, *a.shape[-2:]))
 
 

@@ -46,7 +46,7 @@ def _attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part):
 
 
 def attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part) -> Sequence[Any]:
-    """See `attention_tiles.attend_adjoint`. Of traced arrays by `attention_tiles.potential`, which is differentiated."""
+    """See `attention_tiles.attend_adjoint`. Of traced arrays by `attention_tiles.potential`."""
     if not any(is_traced(a) for a in (q, k, v, bias, lse, delta, g)):
         return _attend_adjoint(q, k, v, bias, mask, lse, delta, g, part=part)
 
