@@ -15,6 +15,7 @@ from mistakes import (
     Row,
     X,
     arrays,
+    attentions,
     bodies,
     checkpoints,
     collectives,
@@ -43,6 +44,7 @@ EVERY = [
     *checkpoints.ROWS,
     *convolutions.ROWS,
     *recurrent.ROWS,
+    *attentions.ROWS,
     *resampling.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.

@@ -75,6 +75,7 @@ def attention(
       and as many of v from each worker; backward also n of each of their cotangents. No worker holds more than its own
       blocks and those that pass. If it is causal, the positions are dealt out first, in an exchange: each worker gets
       one of the first n and one of the last n of 2n pieces, so that all have as much to compute; the result goes back.
+      It holds these pieces of q, k, v and the result beside its blocks.
     - None: "heads" where no sequence of q is split; else "sequence" if there are as many heads as workers, or "ring".
 
     The score matrix is never held: it is computed by tiles, backward again, from the log-sum-exp of each row. Tiles
