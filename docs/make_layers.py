@@ -81,6 +81,31 @@ def resampling_rows() -> list[Row]:
     ]
 
 
+def attention_rows() -> list[Row]:
+    """Those of 8 heads of 16 positions with 4 features, and of a table of 12 rows."""
+    shapes, heads, positions = ((8, 16, 4),) * 3, P("m"), P(None, "m")
+
+    def row(split: str, spec: P, **options: Any) -> Row:
+        call = lambda q, k, v: F.attention(q, k, v, spec=spec, **options)
+        return Row("attention", split, call, shapes, (spec,) * 3, {"m": 4})
+
+    def lookup(split: str, spec: P, table_spec: P, out_spec: P | None = None) -> Row:
+        call = lambda t, ids: F.embedding(t, ids, spec=spec, table_spec=table_spec, out_spec=out_spec)
+        return Row("embedding", split, call, ((12, 16), (8,)), (table_spec, spec), {"m": 4}, integers=[1])
+
+    return [
+        row("heads", heads),
+        row("positions, by heads", positions, method="heads"),
+        row("positions, by sequences", positions, method="sequence"),
+        row("positions, in a ring", positions, method="ring"),
+        row("positions, in a causal ring", positions, method="ring", causal=True),
+        Row("rope", "positions", lambda x: F.rope(x, spec=positions), shapes[:1], (positions,), {"m": 4}),
+        lookup("rows of the table", P(), P("m")),
+        lookup("rows of the table, ids", P("m"), P("m"), P("m")),
+        lookup("features of the table", P(), P(None, "m")),
+    ]
+
+
 def rows() -> list[Row]:
     """The rows of the table."""
     x, w, features = (8, 12, 16), (24, 16), P(None, None, "m")
@@ -113,6 +138,7 @@ def rows() -> list[Row]:
         ),
         *resampling_rows(),
         *recurrent_rows(),
+        *attention_rows(),
     ]
 
 

@@ -245,8 +245,9 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("alpha_dropout", "dropout2d"), "spmd.functions.dropout(x, rate, key)"),
         **dict.fromkeys(
             ("scaled_dot_product_attention", "dot_product_attention"),
-            "spmd.functions.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])) @ v",
+            "spmd.functions.attention(q, k, v)",
         ),
+        **dict.fromkeys(("rotary_embedding", "apply_rotary_emb"), "spmd.functions.rope(x)"),
         "onehot": "spmd.functions.one_hot(ids, classes)",
         "lookup": "spmd.functions.embedding(table, ids)",
         "segment_sum": "spmd.functions.add_rows",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import tracemalloc
 
 import numpy as np
 import pytest
+from launch import PROGRAMS, each_mpi, launch
+from mpi_programs import attending
 
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, random_layout, random_mesh
@@ -288,3 +291,14 @@ def test_rows_that_see_nothing():
     y, pullback = spmd.vjp(lambda *qkv: functions.attention(*qkv, mask), q, k, v)
     assert not y[:, 1::2].any()
     assert all(np.isfinite(g).all() for g in pullback(np.ones_like(y)))
+
+
+@each_mpi
+def test_processes_give_the_numbers_of_virtual_workers(python):
+    ended = launch(PROGRAMS / "attending.py", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    expected = attending.results(transport="local", scheduler="threads")
+    found = json.loads(ended.stdout)
+    assert found.keys() == expected.keys()
+    for name, numbers in expected.items():
+        close(found[name], numbers)

@@ -34,7 +34,15 @@ ROWS = [
                 "k of the batch and features of q",
             ),
             ("fewer values than keys", attention(v=K[:, :4]), LayoutError, "v", "[2, 4, 2]", "key heads, m, e", "as k"),
-            ("a mask of numbers", attention(Q, K, K, np.zeros((3, 5))), SpecError, "mask", "float64", "booleans", "bias="),
+            (
+                "a mask of numbers",
+                attention(Q, K, K, np.zeros((3, 5))),
+                SpecError,
+                "mask",
+                "float64",
+                "booleans",
+                "bias=",
+            ),
             (
                 "a bias of other heads",
                 attention(Q, K, K, None, np.zeros((2, 3, 5))),
@@ -44,7 +52,15 @@ ROWS = [
                 "broadcasts to [4, 3, 5]",
                 "reshape bias",
             ),
-            ("an unknown method", attention(method="rings"), SpecError, "method", "'rings'", "heads, sequence, ring", "ring"),
+            (
+                "an unknown method",
+                attention(method="rings"),
+                SpecError,
+                "method",
+                "'rings'",
+                "heads, sequence, ring",
+                "ring",
+            ),
             ("a negative scale", attention(scale=-1.0), SpecError, "scale", "-1.0", "at least 0", "scale=0"),
             (
                 "axes twice",
