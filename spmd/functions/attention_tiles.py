@@ -276,7 +276,8 @@ def attend_adjoint(
         ks, vs = _grouped(xp, k, run, keys=True), _grouped(xp, v, run, keys=True)
         bases, deltas = (_grouped(xp, a[..., None], run) for a in (base, delta))
         shape = tuple(qs.shape[:3])
-        to = _Sums(*(lib.zeros(a.shape, like) for a in (qs, ks, vs)), _zeros_of_term(lib, terms.bias, like))
+        zeros = [None if a is None else lib.zeros(a.shape, like) for a in (qs, ks, vs, terms.bias)]
+        to = _Sums._make(zeros)
         row_step, pieces = _chunks(shape, q.shape[-2], k.shape[-2])
         tiles = [*part.tiles(row_step, COLUMNS)]
         for b, h in pieces:
@@ -295,10 +296,6 @@ class _Sums(NamedTuple):
     k: Any
     v: Any
     bias: Any
-
-
-def _zeros_of_term(lib: Library, bias: Any, like: Any) -> Any:
-    return None if bias is None else lib.zeros(bias.shape, like)
 
 
 def _add_tiles(lib: Library, block: tuple, k: Any, v: Any, terms: _Terms, at: Any, seen: list, to: _Sums) -> None:

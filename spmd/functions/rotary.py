@@ -61,8 +61,8 @@ def _check(x: Any, positions: Any) -> None:
         raise SpecError.at(_WHERE, argument="x", got=describe(x), need=need, mend=mend)
     if positions is None:
         return
-    shape = getattr(positions, "shape", None)
-    fits = shape is not None and len(shape) < x.ndim and dtype_of(positions).kind in "iu"
+    shape = getattr(positions, "shape", x.shape)  # a list has none: it is refused, as one of too many dimensions
+    fits = len(shape) < x.ndim and dtype_of(positions).kind in "iu"
     if not fits or any(n not in (1, m) for n, m in zip(shape[::-1], x.shape[-2::-1], strict=False)):
         need = f"integers that broadcast to {list(x.shape[:-1])}, those of the entries of x"
         mend = "positions=None for 0 to n - 1; np.asarray(positions)"

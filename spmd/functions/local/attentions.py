@@ -51,7 +51,7 @@ def attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part) -> Sequence[Any]
         return _attend_adjoint(q, k, v, bias, mask, lse, delta, g, part=part)
 
     def potential(q, k, v, *bias):
-        return tiles.potential(library(q), q, k, v, *(bias or (None,)), mask, lse, delta, g, part)
+        return tiles.potential(library(q), q, k, v, bias[0] if bias else None, mask, lse, delta, g, part)
 
     arrays = (q, k, v) if bias is None else (q, k, v, bias)
     return grad(potential, argnums=tuple(range(len(arrays))))(*arrays)
