@@ -29,8 +29,13 @@ def library(x: Any) -> tiles.Library:
         lambda shape, like: np.zeros(shape, like.dtype, like=value_of(like)),
         lambda a: cast(a, accurate(np.dtype(a.dtype))),
         cast,
-        np.where,
+        _where,
     )
+
+
+def _where(mask: Any, x: Any, y: Any) -> Any:
+    """np.where, for masks of NumPy with arrays of CuPy too."""
+    return np.where(np.asarray(mask, like=value_of(x)) if type(mask) is np.ndarray else mask, x, y)
 
 
 @primitive("attention", None, None, None, None, None)
