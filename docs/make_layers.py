@@ -48,7 +48,16 @@ class Counts(NamedTuple):
 
 def rows() -> list[Row]:
     """The rows of the table."""
-    return [*_linear(), *_convolutions(), *_windows(), *_norms(), *_losses(), *_recurrent()]
+    return [
+        *_linear(),
+        *_convolutions(),
+        *_windows(),
+        *_norms(),
+        *_losses(),
+        *_attention(),
+        *_recurrent(),
+        *_transforms(),
+    ]
 
 
 def _linear() -> list[Row]:
@@ -203,6 +212,48 @@ def _recurrent() -> list[Row]:
         row("batch of x", {"d": 4}, P(None, "d"), P()),
         row("hidden features", {"m": 4}, P(), P("m")),
         row("steps of x, in 4 microbatches", {"t": 4}, P("t"), P(), microbatches=4),
+    ]
+
+
+def _attention() -> list[Row]:
+    shapes, heads, positions = ((8, 16, 4),) * 3, P("m"), P(None, "m")
+
+    def row(split: str, spec: P, **options: Any) -> Row:
+        call = lambda q, k, v: F.attention(q, k, v, spec=spec, **options)
+        return Row("attention", split, call, shapes, (spec,) * 3, {"m": 4})
+
+    def lookup(split: str, spec: P, table_spec: P, out_spec: P | None = None) -> Row:
+        call = lambda t, ids: F.embedding(t, ids, spec=spec, table_spec=table_spec, out_spec=out_spec)
+        return Row("embedding", split, call, ((12, 16), (8,)), (table_spec, spec), {"m": 4}, integers=[1])
+
+    return [
+        row("heads", heads),
+        row("positions, by heads", positions, method="heads"),
+        row("positions, by sequences", positions, method="sequence"),
+        row("positions, in a ring", positions, method="ring"),
+        row("positions, in a causal ring", positions, method="ring", causal=True),
+        Row("rope", "positions", lambda x: F.rope(x, spec=positions), shapes[:1], (positions,), {"m": 4}),
+        lookup("rows of the table", P(), P("m")),
+        lookup("rows of the table, ids", P("m"), P("m"), P("m")),
+        lookup("features of the table", P(), P(None, "m")),
+    ]
+
+
+def _transforms() -> list[Row]:
+    field, modes = (16, 16), (2, 3, 4, 4, 2)
+
+    def row(split: str, axes: tuple[int, ...], spec: P) -> Row:
+        return Row("fftn", split, lambda x: spmd.fft.fftn(x, axes=axes, spec=spec), (field,), (spec,), {"m": 4})
+
+    def fourier(split: str, spec: P) -> Row:
+        call = lambda x, w: F.spectral_conv(x, w[..., 0] + 1j * w[..., 1], (4, 4), spec=spec)
+        return Row("spectral_conv", split, call, ((4, 2, 16, 16), modes), (spec, P()), {"m": 4})
+
+    return [
+        row("rows, along columns", (1,), P("m")),
+        row("rows, along both", (0, 1), P("m")),
+        fourier("batch", P("m")),
+        fourier("rows of the field", P(None, None, "m")),
     ]
 
 

@@ -243,6 +243,7 @@ INSTEAD: dict[str, dict[str, str]] = {
             ("scaled_dot_product_attention", "dot_product_attention"),
             "spmd.functions.attention(q, k, v)",
         ),
+        **dict.fromkeys(("rotary_embedding", "apply_rotary_emb"), "spmd.functions.rope(x)"),
         "onehot": "spmd.functions.one_hot(ids, classes)",
         "lookup": "spmd.functions.embedding(table, ids)",
         "segment_sum": "spmd.functions.add_rows",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spmd.functions.products import *  # noqa: F403
     from spmd.functions.recurrent import *  # noqa: F403
     from spmd.functions.resizing import *  # noqa: F403
+    from spmd.functions.rotary import *  # noqa: F403
     from spmd.functions.softmaxes import *  # noqa: F403
     from spmd.functions.spectral import *  # noqa: F403
     from spmd.functions.stencils import *  # noqa: F403
@@ -79,6 +80,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "products": ("linear",),
     "resizing": ("Taps", "plan_resize", "resample", "resize"),
     "recurrent": ("gru", "lstm", "rnn"),
+    "rotary": ("rope",),
     "softmaxes": ("log_softmax", "logsumexp", "softmax"),
     "spectral": ("spectral_conv",),
     "stencils": ("stencil",),

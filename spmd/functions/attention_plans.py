@@ -49,7 +49,7 @@ class Ring:
     parts: tuple[Part, ...]
     shift: Permute | None = None
 
-    def forward(self, send: Callable[[Permute, Any], Any], q, k, v, bias, mask) -> tuple[Any, Any]:
+    def forward(self, send: Callable[[Any, Any], Any], q, k, v, bias, mask) -> tuple[Any, Any]:
         """The result, and the log-sum-exp of each row."""
         family, result = local(q, "attentions"), None
         for step, part in enumerate(self.parts):
@@ -59,7 +59,7 @@ class Ring:
         assert result is not None
         return family.library(q).cast(result[0], q.dtype), result[1]
 
-    def backward(self, send: Callable[[Permute, Any], Any], q, k, v, bias, mask, out, lse, g, g_lse) -> list[Any]:
+    def backward(self, send: Callable[[Any, Any], Any], q, k, v, bias, mask, out, lse, g, g_lse) -> list[Any]:
         """The cotangents of q, k, v and, if there is one, the bias. Those of k and v go round with them, and arrive
         where these began."""
         family, lib = local(q, "attentions"), local(q, "attentions").library(q)
@@ -184,8 +184,8 @@ class AttentionPlan:
     def _key_cuts(self) -> tuple[int, ...]:
         """The lengths of the blocks of keys that go round: as they lie, if they lie as the queries do."""
         lies = self._reduced(self.k)
-        dims = None if lies.spec is None or self.queries.spec is None else lies.spec.dims[ROWS]
-        if dims is not None and dims == self.queries.spec.dims[ROWS]:
+        spec, of_queries = lies.spec, self.queries.spec
+        if spec is not None and of_queries is not None and spec.dims[ROWS] == of_queries.dims[ROWS]:
             return lies.cuts[ROWS]
         length, n = self.k.shape[ROWS], self._blocks
         if self.k.spec is None and len(self.k.cuts[ROWS]) == n:
@@ -236,7 +236,7 @@ class AttentionPlan:
                 boxes[name].append([self._box(name, w, piece) for w in workers])
             for name in ("bias", "mask"):
                 layout = getattr(self, name)
-                if layout is not None and (piece == 0 or layout.shape[ROWS] != 1):
+                if layout is not None and (piece == 0 or (len(layout.shape) > 1 and layout.shape[ROWS] != 1)):
                     boxes[name].append([self._term_box(layout, w, piece) for w in workers])
         return {name: tuple(map(tuple, lists)) for name, lists in boxes.items()}
 

@@ -7,6 +7,7 @@ the log-sum-exp of each row (Dao et al., "FlashAttention", 2022).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def runs_of_heads(heads: Pair, group: int) -> tuple[Run, ...]:
     cuts = sorted({start, inner[0] * group, inner[1] * group, stop})
     return tuple(
         ((a - start, b - start), (a // group - first, (b - 1) // group + 1 - first))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     )
 
 
@@ -137,10 +138,9 @@ def grouped_term(xp: Any, a: Any, run: Run, batch: tuple[int, ...]) -> Any:
         count = math.prod(lead)
     else:
         a, count = xp.broadcast_to(a, (*batch, *a.shape[-3:])), math.prod(batch)
-    (start, stop), (first, last) = run
     split = (1, 1)
-    if a.shape[-3] != 1 or stop - start == 1:
-        a, split = a[..., slice(start, stop) if a.shape[-3] != 1 else slice(None), :, :], _split(run)
+    if a.shape[-3] != 1:
+        a, split = a[..., slice(*run[0]), :, :], _split(run)
     return xp.reshape(a, (count, *split, *a.shape[-2:]))
 
 
@@ -276,7 +276,8 @@ def attend_adjoint(
         ks, vs = _grouped(xp, k, run, keys=True), _grouped(xp, v, run, keys=True)
         bases, deltas = (_grouped(xp, a[..., None], run) for a in (base, delta))
         shape = tuple(qs.shape[:3])
-        to = _Sums(*(lib.zeros(a.shape, like) for a in (qs, ks, vs)), _zeros_of_term(lib, terms.bias, like))
+        zeros = [None if a is None else lib.zeros(a.shape, like) for a in (qs, ks, vs, terms.bias)]
+        to = _Sums._make(zeros)
         row_step, pieces = _chunks(shape, q.shape[-2], k.shape[-2])
         tiles = [*part.tiles(row_step, COLUMNS)]
         for b, h in pieces:
@@ -295,10 +296,6 @@ class _Sums(NamedTuple):
     k: Any
     v: Any
     bias: Any
-
-
-def _zeros_of_term(lib: Library, bias: Any, like: Any) -> Any:
-    return None if bias is None else lib.zeros(bias.shape, like)
 
 
 def _add_tiles(lib: Library, block: tuple, k: Any, v: Any, terms: _Terms, at: Any, seen: list, to: _Sums) -> None:

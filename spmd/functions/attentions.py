@@ -61,8 +61,8 @@ def attention(
     causal: query i sees keys 0 to i. scale: by default 1 / sqrt(d). A query that sees no key gives zeros.
 
     spec, kv_spec, mask_spec, bias_spec: in a body, how the whole arrays are split, of which q, of which k and v, mask
-    and bias are this worker's blocks: specs, or a `Layout` on some of the workers. kv_spec None: as spec; the others:
-    the whole. v_spec: of v, if it is not that of k, as layouts are not where e is not d. A Layout saves the exchange of lengths. Outside of bodies global arrays have their layouts.
+    and bias are this worker's blocks: specs, or a `Layout` on some of the workers, which saves the exchange of lengths.
+    kv_spec None: as spec; the others: the whole. v_spec: of v, if another than kv_spec. Global arrays have layouts.
     axis_name: in place of spec, the axes that split the heads; with method "sequence" or "ring", the sequences.
     out_spec: how the result is to lie. None: where the queries are computed with "heads" and "ring", as q with
     "sequence".
@@ -75,6 +75,7 @@ def attention(
       and as many of v from each worker; backward also n of each of their cotangents. No worker holds more than its own
       blocks and those that pass. If it is causal, the positions are dealt out first, in an exchange: each worker gets
       one of the first n and one of the last n of 2n pieces, so that all have as much to compute; the result goes back.
+      It holds these pieces of q, k, v and the result beside its blocks.
     - None: "heads" where no sequence of q is split; else "sequence" if there are as many heads as workers, or "ring".
 
     The score matrix is never held: it is computed by tiles, backward again, from the log-sum-exp of each row. Tiles
@@ -132,7 +133,7 @@ def _check(name: str, array: Any, q: Any) -> None:
         mend = f"np.asarray({name}) of these dimensions; x[None] for one head"
         raise SpecError.at(_WHERE, argument=name, got=describe(array), need=need, mend=mend)
     dtype = dtype_of(array)
-    if dtype != bool if name == "mask" else not _is_floating(dtype):
+    if not (dtype.kind == "b" if name == "mask" else _is_floating(dtype)):
         need = "booleans, true where a query sees a key" if name == "mask" else "real floating-point numbers"
         mend = "mask > 0, or bias= for numbers that are added" if name == "mask" else f"{name}.astype(float)"
         raise SpecError.at(_WHERE, argument=name, got=describe(array), need=need, mend=mend)

@@ -8,35 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from spmd import kernels
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import checked
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, StateError, describe
+from spmd.frontends import frontend
 from spmd.functions.arguments import as_array, require_invariant
+from spmd.functions.embedding_plans import embedding_plan
+from spmd.functions.layouts import dtype_of
+from spmd.functions.local import local
+from spmd.functions.local.embeddings import added_rows, checked_ids, rows_at
+from spmd.functions.planned import Operand, is_split, run_layer
+from spmd.layout import P, Spec
 from spmd.mesh import here
-from spmd.operators.reduce import psum
-from spmd.operators.splitting import agree
-from spmd.operators.varying import varying
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import Call
 
 __all__ = ["add_rows", "embedding", "one_hot", "take_rows"]
-
-
-def _take_rows_vjp(g, _ans, _table, ids) -> Any:
-    return _add_rows(ids, g, rows=_table.shape[0])
-
-
-@primitive("take_rows", _take_rows_vjp, None)
-def rows_at(table, ids):
-    """The rows that ids name; zeros for -1, NaN for other ids without a row."""
-    return kernels.of(table).take_rows(table, ids)
-
-
-@primitive("add_rows", None, lambda h, _ans, ids, _g, *, rows: rows_at(h, ids))
-def _add_rows(ids, g, *, rows):
-    return kernels.of(g).add_rows(ids, g, rows)
 
 
 @primitive("one_hot", None)
@@ -55,7 +41,7 @@ def take_rows(table, ids):
     """
     where = "spmd.functions.take_rows"
     table = _table(where, "table", table)
-    return rows_at(table, _checked_ids(where, ids, table.shape[0], ()))
+    return rows_at(table, checked_ids(where, ids, table.shape[0], ()))
 
 
 @api_boundary
@@ -68,7 +54,7 @@ def add_rows(ids, g, rows: int):
     """
     where = "spmd.functions.add_rows"
     g, rows = _table(where, "g", g), _count(where, "rows", rows)
-    ids = _checked_ids(where, ids, rows, ())
+    ids = checked_ids(where, ids, rows, ())
     if g.shape[: ids.ndim] != ids.shape:
         raise LayoutError.at(
             where,
@@ -77,48 +63,67 @@ def add_rows(ids, g, rows: int):
             need="an entry for each id: its first dimensions are those of ids",
             mend="np.broadcast_to(g, (*ids.shape, ...))",
         )
-    return _add_rows(ids, g, rows=rows)
+    return added_rows(ids, g, rows=rows)
 
 
 @api_boundary
-def embedding(table, ids, axis_name: str | Sequence[str] | None = None, padding_idx: int | None = None):
-    """The rows of a table that ids name, where the rows may be split over workers.
+def embedding(
+    table,
+    ids,
+    axis_name: str | Sequence[str] | None = None,
+    padding_idx: int | None = None,
+    *,
+    spec: Spec | None = None,
+    table_spec: Spec | None = None,
+    out_spec: Spec | None = None,
+):
+    """The rows of a table that ids name. Arrays of NumPy, CuPy or PyTorch.
 
-    table: (n, ...); with axis_name this worker's rows of it, which vary over the axes, as many as there are on each
-    worker. ids: integers of any shape from 0 to n - 1, n counting all workers' rows; the same along axis_name.
+    table: (n, ...). ids: integers of any shape, from 0 to n - 1. Gives ids.shape + table.shape[1:].
     padding_idx: an id that gives zeros, and whose row gets no gradient.
+    spec, table_spec: in a body, how the whole ids and table are split, of which ids and table are this worker's blocks:
+    specs, or a `Layout` on some of the workers. None: the whole. Outside of bodies global arrays have their layouts.
+    axis_name: in place of table_spec, the axes that split the rows. out_spec: how the result is to lie. None: as ids
+    and the further dimensions of the table, without the axes of the rows.
 
-    Forward: y = table[ids], of shape ids.shape + table.shape[1:]. Each worker looks up the rows that it has, and one
-    `psum` of the results makes them Invariant along axis_name. Adjoint: each worker adds the cotangents of its rows;
-    nothing moves. Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using model
-    parallelism", 2019.
+    Forward: y = table[ids]. Each worker looks up the rows that it has; the results are summed over the axes of the
+    rows, by one all-reduce, or by a reduce-scatter where out_spec splits the result by them. Ids that the axes of the
+    table split are gathered first. Adjoint: each worker adds the cotangents of its rows; those of a table that lies
+    whole along the axes of ids are summed over them.
     Raises SpecError for ids out of range (on a GPU their rows are NaN, and the table gets no gradient of them),
-    StateError for a table or ids of another state.
+    LayoutError for layouts that do not fit, StateError for a table or ids of another state than axis_name says.
+    Source: Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using model parallelism",
+    2019.
     """
     where = "spmd.functions.embedding"
-    table = _table(where, "table", table)
     padding = () if padding_idx is None else (_count(where, "padding_idx", padding_idx),)
+    table_spec = _spec_of_rows(where, table, ids, axis_name, table_spec)
+    operands = [Operand("table_spec", table, table_spec), Operand("spec", ids, spec)]
+    if not any(o.value is not None or frontend(o.x) is not None for o in operands):
+        table, ids = _table(where, "table", table), as_array(where, "ids", ids, "iu", "integers", "ids.astype(int)")
+    operands = [o._replace(x=x) for o, x in zip(operands, (table, ids), strict=True)]
+    _check_dtype_of_ids(where, ids)
+    if out_spec is None and not is_split(*operands):
+        return local(table, "embeddings").rows(where, table, ids, (0, table.shape[0], table.shape[0]), padding)
+    return run_layer(where, lambda t, i: embedding_plan(where, t, i, padding, out_spec), operands)
+
+
+def _spec_of_rows(where: str, table: Any, ids: Any, axis_name: Any, table_spec: Spec | None) -> Spec | None:
+    """The spec of a table: that which is given, or that which splits its rows along these axes."""
     if axis_name is None:
-        return rows_at(table, _checked_ids(where, ids, table.shape[0], padding))
-    worker = here(where)
-    names = worker.mesh.names(axis_name, where)
+        return table_spec
+    if table_spec is not None:
+        got, need = f"{axis_name!r}, and table_spec={table_spec}", "one of the two"
+        raise SpecError.at(where, argument="axis_name", got=got, need=need, mend="leave axis_name out")
+    names = here(where).mesh.names(axis_name, where)
     _check_states(where, table, ids, names)
-    group = worker.group(names)
-    call = Call("functions.embedding", names, np.dtype(table.dtype), tuple(table.shape))
-    shapes = worker.comm.shapes(group, call).wait()
-    agree("functions.embedding", [tuple(s) for s in shapes], 0)
-    lengths = [s[0] for s in shapes]
-    first = sum(lengths[: group.index])
-    ids = _checked_ids(where, ids, sum(lengths), padding)
-    varying_ids: Any = varying(ids, names)
-    own_ids = varying_ids - first
-    own_ids = np.where((own_ids >= 0) & (own_ids < table.shape[0]), own_ids, _NO_ROW)
-    if kernels.on_device(value_of(ids)):
-        own_ids = np.where((ids < -1) | (ids >= sum(lengths)), 2 * _NO_ROW, own_ids)  # NaN
-    return psum(rows_at(table, own_ids), names)
+    return P(names)
 
 
-_NO_ROW = -1
+def _check_dtype_of_ids(where: str, ids: Any) -> None:
+    if dtype_of(ids).kind not in "iu":
+        need, mend = "integers", "ids.astype(int)"
+        raise SpecError.at(where, argument="ids", got=describe(ids), need=need, mend=mend)
 
 
 def _check_states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> None:
@@ -148,7 +153,7 @@ def one_hot(ids, classes: int, dtype: Any = float):
     except TypeError:
         need = "a dtype"
         raise SpecError.at(where, argument="dtype", got=describe(dtype), need=need, mend="dtype=np.float32") from None
-    return _one_hot(_checked_ids(where, ids, classes, ()), classes=classes, dtype=dtype)
+    return _one_hot(checked_ids(where, ids, classes, ()), classes=classes, dtype=dtype)
 
 
 def _table(where: str, name: str, x: Any) -> Any:
@@ -170,29 +175,3 @@ def _count(where: str, name: str, value: Any) -> int:
             where, argument=name, got=describe(value), need="an integer from 0", mend=f"{name}=table.shape[0]"
         )
     return count
-
-
-def _in_range(ids: np.ndarray, n: int, where: str) -> None:
-    """Raise for an id that names no row."""
-    if ids.size and (ids.min() < 0 or ids.max() >= n):
-        raise SpecError.at(
-            where,
-            argument="ids",
-            got=f"ids from {ids.min()} to {ids.max()}",
-            need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
-            mend="count rows from 0; padding_idx=... names an id without a row",
-        )
-
-
-def _checked_ids(where: str, ids: Any, n: int, padding: tuple[int, ...]) -> Any:
-    """ids as int64; padding becomes -1. On the host their range is checked."""
-    ids = as_array(where, "ids", ids, "iu", "integers", "ids.astype(int)")
-    value = value_of(ids)
-    if not kernels.on_device(value):
-        checked(_in_range, value, n, where)
-    ids = ids.astype(np.int64)
-    if kernels.on_device(value):
-        ids = np.where(ids < 0, 2 * _NO_ROW, ids)  # NaN, unlike _NO_ROW
-    for i in padding:
-        ids = np.where(ids == i, _NO_ROW, ids)
-    return ids

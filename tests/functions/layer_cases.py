@@ -81,11 +81,10 @@ def check_layer(
     in_global: Callable[..., Any] | None = None,
     torch: bool = False,
 ) -> None:
-    """fun(*blocks) in a body gives blocks of `expected`, laid out by `out`; its cotangents for g are those expected; None: not
-    differentiated.
+    """fun(*blocks) in a body gives blocks of `expected`, laid out by `out`; its cotangents for g are those expected.
 
-    With states and without, on both schedulers. in_global: the layer of global arrays, outside of bodies. torch: fun
-    takes tensors too.
+    A cotangent that is None is not compared. With states and without, on both schedulers. in_global: the layer
+    of global arrays, outside of bodies. torch: fun takes tensors too.
     """
     value, cotangents = expected
     for scheduler, check in (("lockstep", True), ("threads", False)):

@@ -29,8 +29,13 @@ def library(x: Any) -> tiles.Library:
         lambda shape, like: np.zeros(shape, like.dtype, like=value_of(like)),
         lambda a: cast(a, accurate(np.dtype(a.dtype))),
         cast,
-        np.where,
+        _where,
     )
+
+
+def _where(mask: Any, x: Any, y: Any) -> Any:
+    """np.where, for masks of NumPy with arrays of CuPy too."""
+    return np.where(np.asarray(mask, like=value_of(x)) if type(mask) is np.ndarray else mask, x, y)
 
 
 @primitive("attention", None, None, None, None, None)
@@ -46,12 +51,12 @@ def _attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part):
 
 
 def attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part) -> Sequence[Any]:
-    """See `attention_tiles.attend_adjoint`. Of traced arrays by `attention_tiles.potential`, which is differentiated."""
+    """See `attention_tiles.attend_adjoint`. Of traced arrays by `attention_tiles.potential`."""
     if not any(is_traced(a) for a in (q, k, v, bias, lse, delta, g)):
         return _attend_adjoint(q, k, v, bias, mask, lse, delta, g, part=part)
 
     def potential(q, k, v, *bias):
-        return tiles.potential(library(q), q, k, v, *(bias or (None,)), mask, lse, delta, g, part)
+        return tiles.potential(library(q), q, k, v, bias[0] if bias else None, mask, lse, delta, g, part)
 
     arrays = (q, k, v) if bias is None else (q, k, v, bias)
     return grad(potential, argnums=tuple(range(len(arrays))))(*arrays)

@@ -43,7 +43,9 @@ def attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part: tiles.Part) -> S
         return tiles.attend_adjoint(library(q), q, k, v, bias, mask, lse, delta, g, part)[: len(arrays)]
     # Views: of tensors that depend on one another, only this use is differentiated.
     own = [a.view_as(a) if a.requires_grad else a.detach().requires_grad_() for a in arrays]
-    total = tiles.potential(library(q), *own[:3], own[3] if bias is not None else None, mask, lse, delta, g, part)
+    lib = library(q)
+    q, k, v, bias = (*own, None)[:4]
+    total = tiles.potential(lib, q, k, v, bias, mask, lse, delta, g, part)
     return torch.autograd.grad(total, own, create_graph=True)
 
 
