@@ -222,84 +222,82 @@ TESTS = """
 """
 
 
+BY_POSITION = """
+    import pytest
+
+    @pytest.mark.spmd([2, 3], ["threads"])
+    def test_by_position(mesh):
+        assert mesh.size in (2, 3)
+"""
+
+AXES_OF_A_MARK = """
+    import pytest
+
+    @pytest.mark.spmd(workers=[{"y": 3, "z": 2}])
+    def test_axes(mesh):
+        assert list(mesh.axes) == ["y", "z"]
+"""
+
+
 @pytest.fixture
 def project(pytester, monkeypatch):
+    """Starting pytest takes longer than these tests do, so one run has many of them."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-    pytester.makeconftest('pytest_plugins = ["spmd.pytest_plugin"]')
+    pytester.makeconftest(
+        'pytest_plugins = ["spmd.pytest_plugin"]\n'
+        'pytest_report_header = lambda config: [f"mark: {mark}" for mark in config.getini("markers")]'
+    )
     pytester.makepyfile(test_it=TESTS)
     return pytester
 
 
 def test_the_plugin_runs_tests_on_meshes(project):
+    project.makepyfile(test_more=BY_POSITION)
     ended = project.runpytest_subprocess("-v", "--strict-markers", "-p", "no:cacheprovider")
-    ended.assert_outcomes(passed=8 + 3 + 2, failed=2)
+    ended.assert_outcomes(passed=8 + 3 + 2 + 2, failed=2)
     said = str(ended.stdout)
+    assert "mark: spmd(workers=[1, 2, 4, 8], schedulers=['lockstep', 'threads'])" in said
     assert "test_default[lockstep-x=1] PASSED" in said
     assert "test_default[threads-x=8] PASSED" in said
     assert "test_marked[lockstep-x=2,y=2] PASSED" in said
+    assert "test_by_position[threads-x=2] PASSED" in said
+    assert "test_by_position[threads-x=3] PASSED" in said
     assert "mpi-" not in said
 
 
-def test_the_mark_is_known(project):
-    said = str(project.runpytest_subprocess("--markers").stdout)
-    assert "@pytest.mark.spmd(workers=[1, 2, 4, 8], schedulers=['lockstep', 'threads'])" in said
+WRONG_MARKS = {
+    "wokers=[3]": "'wokers'",
+    "workers=[{'x': 2, 'y': 0}]": "{'x': 2, 'y': 0}",
+    "workers=[2], schedulers=['mpi']": "'mpi'",
+    "[2], ['threads'], 3": "3",
+}
 
 
-@pytest.mark.parametrize(
-    ("mark", "got"),
-    [
-        ("wokers=[3]", "'wokers'"),
-        ("workers=[{'x': 2, 'y': 0}]", "{'x': 2, 'y': 0}"),
-        ("workers=[2], schedulers=['mpi']", "'mpi'"),
-        ("[2], ['threads'], 3", "3"),
-    ],
-)
-def test_a_wrong_mark_is_explained(project, mark, got):
-    project.makepyfile(test_it=f"import pytest\n@pytest.mark.spmd({mark})\ndef test_it(mesh): pass\n")
+def test_a_wrong_mark_is_explained(project):
+    tests = {
+        f"test_{k}": f"import pytest\n@pytest.mark.spmd({mark})\ndef test_it(mesh): pass\n"
+        for k, mark in enumerate(WRONG_MARKS)
+    }
+    project.makepyfile(**tests)
     ended = project.runpytest_subprocess("-p", "no:cacheprovider")
+    ended.assert_outcomes(errors=len(tests))
     assert ended.ret != 0
     said = str(ended.stdout)
-    assert f"@pytest.mark.spmd of test_it.py::test_it: got {got}, needed workers=[1, 3, {{'x': 2, 'y': 2}}]" in said
+    for name, got in zip(tests, WRONG_MARKS.values(), strict=True):
+        at = f"{name}.py::test_it"
+        assert f"@pytest.mark.spmd of {at}: got {got}, needed workers=[1, 3, {{'x': 2, 'y': 2}}]" in said
     assert "Traceback" not in said
-
-
-def test_a_mark_may_say_it_by_position(project):
-    project.makepyfile(
-        test_it="""
-        import pytest
-
-        @pytest.mark.spmd([2, 3], ["threads"])
-        def test_it(mesh):
-            assert mesh.size in (2, 3)
-        """
-    )
-    project.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=2)
-
-
-@pytest.mark.mpi
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
-def test_the_axes_of_a_mark_are_there_under_mpiexec(project):
-    project.makepyfile(
-        test_it="""
-        import pytest
-
-        @pytest.mark.spmd(workers=[{"y": 3, "z": 2}])
-        def test_it(mesh):
-            assert list(mesh.axes) == ["y", "z"]
-        """
-    )
-    ended = project.runpytest_subprocess("-v", "-k", "mpi", "--spmd-mpi=2", "-p", "no:cacheprovider")
-    ended.assert_outcomes(passed=1, deselected=2)
-    assert "test_it[mpi-y=2,z=1] PASSED" in str(ended.stdout)
 
 
 @pytest.mark.mpi
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
 def test_the_plugin_runs_tests_under_mpiexec(project):
+    project.makepyfile(test_more=AXES_OF_A_MARK)
     ended = project.runpytest_subprocess("-v", "-k", "mpi and not default", "--spmd-mpi=2", "-p", "no:cacheprovider")
-    ended.assert_outcomes(passed=1, failed=1, deselected=16)
+    ended.assert_outcomes(passed=2, failed=1, deselected=18)
     said = str(ended.stdout)
     assert "test_marked[mpi-x=2] PASSED" in said
+    assert "test_axes[mpi-y=2,z=1] PASSED" in said
     assert "test_wrong[mpi-x=2] FAILED" in said
     assert "worker 1 is of mpi" in said
     assert "process 1 of 2:" in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from launch import run_python
@@ -48,36 +47,54 @@ def test_the_file_of_another_user_is_not_run(tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import os, warnings
+import importlib, os, sys, warnings
 import numpy as np
+import small_loop
+
+for mode in sys.argv[1:]:
+    for folder, _, files in os.walk(os.environ["NUMBA_CACHE_DIR"]):
+        if any(name.endswith(".nbc") for name in files):
+            os.chmod(folder, int(mode, 8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = importlib.reload(small_loop).run  # compiled, or found on disk, as by a new process
+        x, total = np.arange(4.0), np.zeros(1)
+        run(total, x)
+    assert total == 14
+    print(sum("numba" in str(w.message) for w in caught), sum(run._compiled.stats.cache_hits.values()))
+    for w in caught: print(w.message)
+    print("--")
+"""
+SMALL_LOOP = """
 from spmd.kernels.jit import loops
-from spmd.kernels.cpu.shifts import _products
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    g, total = np.arange(4.0), np.zeros((1, 1))
-    _products(total, g, g, np.zeros((1, 4), np.int64), (1, 1, 1, 4), (1, 1, 1, 4))
-assert total == 14
-print(sum("numba" in str(w.message) for w in caught), sum(_products._compiled.stats.cache_hits.values()))
-for w in caught: print(w.message)
+
+@loops("total")
+def run(total, x):
+    for i in range(x.size):
+        total[0] += x[i] * x[i]
 """
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 def test_loops_are_cached_only_where_nobody_else_may_write(tmp_path):
-    def run() -> tuple[str, str]:
-        ended = run_python("-c", PROGRAM, NUMBA_CACHE_DIR=str(tmp_path), timeout=120)
-        assert ended.returncode == 0, str(ended)
-        first, _, rest = ended.stdout.partition("\n")
-        return first, rest
+    (tmp_path / "small_loop.py").write_text(SMALL_LOOP)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    cache = tmp_path / "cache"
 
-    assert [run()[0], run()[0]] == ["0 0", "0 1"], "the second process finds it"
-    (folder,) = {path.parent for path in Path(tmp_path).rglob("*.nbc")}
+    def run(*modes: str) -> list[str]:
+        """What is printed of the loop in a folder of each of these modes."""
+        ended = run_python(tmp_path / "program.py", *modes, NUMBA_CACHE_DIR=str(cache), timeout=120)
+        assert ended.returncode == 0, str(ended)
+        return ended.stdout.split("--\n")[:-1]
+
+    assert run("755") == ["0 0\n"]
+    (folder,) = {path.parent for path in cache.rglob("*.nbc")}
     files = len(list(folder.iterdir()))
-    folder.chmod(0o777)
-    first, message = run()
+    second, others, again = run("755", "777", "755")
+    assert second == "0 1\n", "the second process finds it"
+    first, _, message = others.partition("\n")
     assert first == "1 0", "nothing is run that others may have put there"
     assert f"the folder {str(folder)!r} to cache them in; its mode 777 lets others write to it" in message
     assert f"chmod go-w {folder}" in message
     assert len(list(folder.iterdir())) == files
-    folder.chmod(0o755)
-    assert run()[0] == "0 1"
+    assert again == "0 1\n"

@@ -352,18 +352,23 @@ def test_cached_loops_are_of_these_sources(tmp_path):
         "from kernels.helpers import twice\nfrom kernels.jit import loops\n\n\n@loops('out')\ndef run(out, x):\n"
         "    for i in range(x.size):\n        out[i] = twice(x[i])\n"
     )
-    program = (
-        "import numpy as np; from kernels.loops import run; out = np.zeros(1); run(out, np.ones(1)); print(out[0])"
-    )
-    for factor in (2, 3):
-        (package / "helpers.py").write_text(
-            f"from kernels.jit import helper\n\n\n@helper\ndef twice(x):\n    return {factor} * x\n"
-        )
-        # -B: Python itself takes files of one second and one length for the same.
-        run = [sys.executable, "-B", "-c", program]
-        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert float(done.stdout) == factor
-        assert len(list(tmp_path.glob("kernels/__pycache__/*.nbc"))) == 1, "that of other sources is deleted"
+    program = """
+import importlib, pathlib, sys
+import numpy as np
+
+for factor in (2, 3):
+    helper = f"from kernels.jit import helper\\n\\n\\n@helper\\ndef twice(x):\\n    return {factor} * x\\n"
+    pathlib.Path("kernels/helpers.py").write_text(helper)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
+        del sys.modules[name]
+    out = np.zeros(1)
+    importlib.import_module("kernels.loops").run(out, np.ones(1))
+    print(out[0], len(list(pathlib.Path("kernels/__pycache__").glob("*.nbc"))))
+"""
+    # -B: Python itself takes files of one second and one length for the same.
+    run = [sys.executable, "-B", "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["2.0 1", "3.0 1"], "the file of other sources is deleted"
 
 
 def test_files_of_the_cache(tmp_path):
@@ -388,36 +393,47 @@ def test_files_of_the_cache(tmp_path):
 
 
 CACHED = """
-import sys
+import importlib
 import numba, numpy as np
 from numba.core import caching, dispatcher
-from spmd.kernels.jit import loops
-from spmd.kernels.cpu.shifts import _products
+import small_loop
 
-%s
-for kind in sys.argv[1:]:
-    g, total = np.arange(4).astype(kind), np.zeros((1, 1))
-    _products(total, g, g, np.zeros((1, 4), np.int64), (1, 1, 1, 4), (1, 1, 1, 4))
-    assert total == 14
-print(sum(_products._compiled.stats.cache_hits.values()))
+def hits(*kinds):
+    '''How many of the loops for these types are found on disk, by what a new process would compile.'''
+    run = importlib.reload(small_loop).run
+    for kind in kinds:
+        x, total = np.arange(4).astype(kind), np.zeros(1)
+        run(total, x)
+        assert total == 14
+    return sum(run._compiled.stats.cache_hits.values())
+
+"""
+SMALL_LOOP = """
+from spmd.kernels.jit import loops
+
+@loops("total")
+def run(total, x):
+    for i in range(x.size):
+        total[0] += x[i] * x[i]
 """
 
 
-def hits(folder, *kinds, before=""):
-    """How many of the loops for these types a process finds on disk."""
-    run, env = [sys.executable, "-c", CACHED % before, *kinds], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
-    return int(subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout)
+def hits(folder, *lines: str) -> list[int]:
+    """What a process prints line by line, in which `hits("f4")` counts the loops that are found on disk."""
+    (folder / "small_loop.py").write_text(SMALL_LOOP)
+    run, env = [sys.executable, "-c", CACHED + "\n".join(lines)], os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    done = subprocess.run(run, env=env, cwd=folder, capture_output=True, text=True, check=True)
+    return [int(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 def test_loops_are_cached_by_all_their_inputs(tmp_path):
-    assert hits(tmp_path, "f4") == 0
-    assert hits(tmp_path, "f4", "f8") == 1
-    assert hits(tmp_path, "f8", "f4") == 2
+    assert hits(tmp_path, 'print(hits("f4"))', 'print(hits("f4", "f8"))') == [0, 1]
     assert not list(tmp_path.glob("*/*.nbi")), (
         "numba's index may name a file with another process's code for other types"
     )
-    assert hits(tmp_path, "f8", before="numba.__version__ += 'x'") == 0
+    assert len(list(tmp_path.glob("*/*.nbc"))) == 2
+    assert hits(tmp_path, 'print(hits("f8", "f4"))', 'numba.__version__ += "x"', 'print(hits("f8"))') == [2, 0]
     assert len(list(tmp_path.glob("*/*.nbc"))) == 1, "those of another numba are deleted"
 
 
@@ -425,24 +441,42 @@ def test_loops_are_cached_by_all_their_inputs(tmp_path):
 def test_loops_run_where_nothing_can_be_cached(tmp_path):
     refuse = """
 def refuse(*args):
-    raise %s
-%s = refuse
+    raise {}
+right = {}
+{} = refuse
+print(hits("f8"))
+{} = right
 """
-    for error, what in (
-        ("RuntimeError('no locator')", "dispatcher.Dispatcher.enable_caching"),
-        ("PermissionError('folder')", "caching.Cache.save_overload"),
-    ):
-        assert hits(tmp_path, "f8", before=refuse % (error, what)) == 0
+    found = hits(
+        tmp_path,
+        *(
+            refuse.format(error, *[what] * 3)
+            for error, what in (
+                ("RuntimeError('no locator')", "dispatcher.Dispatcher.enable_caching"),
+                ("PermissionError('folder')", "caching.Cache.save_overload"),
+            )
+        ),
+    )
+    assert found == [0, 0]
     assert not list(tmp_path.glob("*/*.nbc"))
 
 
 @pytest.mark.skipif(not jit.available(), reason="needs numba")
 def test_loops_with_other_constants_are_compiled_anew(tmp_path):
     """numba's key has none of them."""
-    loop = "import numpy as np\nfrom spmd.kernels.jit import loops\n\n@loops('out')\ndef run(out):\n    out[0] = {}\n"
-    program = "import loop, numpy as np; out = np.zeros(1); loop.run(out); print(out[0])"
-    for factor in (2.5, 3.25):
-        (tmp_path / "loop.py").write_text(loop.format(factor))
-        run = [sys.executable, "-B", "-c", program]
-        done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
-        assert float(done.stdout) == factor
+    program = """
+import importlib, pathlib, sys
+import numpy as np
+
+for factor in (2.5, 3.25):
+    loop = f"from spmd.kernels.jit import loops\\n\\n@loops('out')\\ndef run(out):\\n    out[0] = {factor}\\n"
+    pathlib.Path("loop.py").write_text(loop)
+    sys.modules.pop("loop", None)
+    out = np.zeros(1)
+    importlib.import_module("loop").run(out)
+    print(out[0])
+"""
+    run = [sys.executable, "-B", "-c", program]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2.5", "3.25"]
+    assert list(tmp_path.glob("__pycache__/*.nbc"))
