@@ -43,8 +43,9 @@ def timed(program: str, *args: str, python: str, **options) -> tuple[Ended, floa
 
 
 @cache
-def of_virtual_workers() -> dict[str, dict[str, str]]:
-    return verbs.results(transport="local", scheduler="lockstep")
+def of_virtual_workers(share: bool = False) -> dict[str, dict[str, str]]:
+    """The digests of `verbs.py`. share: of the cases that it draws."""
+    return verbs.results(share, transport="local", scheduler="lockstep")
 
 
 @pytest.mark.parametrize(

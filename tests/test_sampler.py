@@ -873,21 +873,21 @@ def test_every_step(start, f, copied, part):
 
 
 @given(programs(), st.booleans())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_values(p, on_mesh):
     check_values(p, on_mesh)
 
 
 @pytest.mark.parametrize("mode", FIRST)
 @given(programs(), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_gradients(mode, p, on_mesh):
     check_first(p, mode, on_mesh)
 
 
 @pytest.mark.parametrize("mode", SECOND)
 @given(programs(longest=4), st.integers(0, 99))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_second_derivatives(mode, p, seed):
     check_second(p, mode, seed)
 

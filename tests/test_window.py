@@ -223,7 +223,7 @@ def sampled(test, count: int, **how):
 
 
 def test_local_windows_on_haloed_blocks_are_the_serial_one():
-    sampled(check_window, 600)()
+    sampled(check_window, 250)()
 
 
 @pytest.mark.full
@@ -269,7 +269,7 @@ def spread(y: np.ndarray, weights: np.ndarray, stride: int, dilation: int) -> np
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=cases(), more=st.integers(0, 4))
 def test_transposed_blocks_added_where_they_belong_are_the_serial_one(case, more):
     n, parts, geometry, padding, cuts, output_cuts, seed = case
@@ -328,7 +328,7 @@ def interpolate(x: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.interp(at, np.arange(len(x)), x)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(n=st.integers(1, 40), m=st.integers(0, 60), parts=st.integers(1, 12), data=st.data(), seed=st.integers(0, 2**32))
 def test_interpolation_between_any_lengths(n, m, parts, data, seed):
     sizes = cut(n, parts, data.draw(marks(parts)))
@@ -374,7 +374,7 @@ def test_a_window_is_one_such_map():
 MESH = {"x": 3, "y": 2}
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_boxes_of_several_dimensions(data):
     shape = data.draw(st.tuples(*[st.integers(0, 12)] * 3))
@@ -484,7 +484,7 @@ def check_on_workers(case, boundary: str) -> None:
     assert np.array_equal(found[1], by_weights)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=cases(), boundary=st.sampled_from(sorted(MODES)))
 def test_windows_and_their_gradients_on_workers(case, boundary):
     check_on_workers(case if case[0] else (5, *case[1:]), boundary)

@@ -133,7 +133,7 @@ def reaches(problem: Problem) -> bool:
     return problem.boundary == "zero" or all(n > 2 for n in problem.shape[2:])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problem=problems())
 def test_blocks_of_any_convolution_and_its_gradients(problem, scheduler):
     if reaches(problem):

@@ -106,7 +106,7 @@ def bits(x) -> tuple:
 
 
 @given(case=cases(), small=SIZES, scheduler=st.sampled_from(["lockstep", "threads"]), like_given=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_trees_come_back_on_another_mesh(sizes, tmp_path_factory, case, small, scheduler, like_given):
     _there_and_back(sizes, tmp_path_factory.mktemp("c"), *case, small, scheduler, like_given)
 
@@ -146,7 +146,7 @@ def _there_and_back(sizes, folder, first, second, leaves, small, scheduler, like
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_the_chunks_that_are_read(sizes, tmp_path_factory, data):
     _only_chunks_of_a_box(sizes, tmp_path_factory.mktemp("c"), data)
 

@@ -446,5 +446,6 @@ if __name__ == "__main__":
     offered = read_where_they_lie() if "placed" in sys.argv else None
     found = results("share" in sys.argv)
     assert offered is None or len(offered) > 1000, len(offered)
+    assert len(found) > 50
     if spmd.is_main():
         print(json.dumps(found))

@@ -241,7 +241,7 @@ def test_plan_of_every_small_dimension(boundary):
 
 
 @given(st.data(), st.sampled_from(BOUNDARIES))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_plan(data, boundary):
     sizes = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(sum))
     width = st.integers(-3, 20)
@@ -322,7 +322,7 @@ def check_problem(problem: Problem, scheduler: str) -> None:
 
 
 @given(problems(), st.sampled_from(["lockstep", "threads"]))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_against_the_padded_array(problem, scheduler):
     note(str(problem))
     check_problem(problem, scheduler)
@@ -541,7 +541,7 @@ def check_pair(problem: Problem) -> None:
 
 
 @given(problems(("f8", "c16", "f4")))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_exact_dot_test(problem):
     note(str(problem))
     check_pair(problem)

@@ -231,7 +231,7 @@ def plans(draw, n: int) -> Plan:
 
 
 @given(groups(), st.data(), st.sampled_from(["lockstep", "threads"]), st.booleans(), st.sampled_from(["f8", "i4", "?"]))
-@settings(max_examples=80)
+@settings(max_examples=50)
 def test_ragged_all_to_all_is_its_serial_loop(group, data, scheduler, check, dtype):
     axes, over, n = group
     plan = data.draw(plans(n))
@@ -263,7 +263,7 @@ def test_ragged_all_to_all_is_its_serial_loop(group, data, scheduler, check, dty
 
 
 @given(groups(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_gradients_of_ragged_all_to_all_to_order_two(group, data):
     """Against the tape of the serial loop over all blocks, in operand and in output."""
     axes, over, n = group

@@ -85,7 +85,7 @@ def places(draw) -> There:
 
 
 @given(places(), st.sampled_from(["lockstep", "threads"]), st.booleans())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_scatter_and_gather_split_and_join_at_the_root(there, scheduler, check):
     def body():
         # Only the root has the data: what others pass to keep is dropped there.
@@ -109,7 +109,7 @@ def test_scatter_and_gather_split_and_join_at_the_root(there, scheduler, check):
 
 
 @given(places(), st.integers(0, 99))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_gradients_of_what_is_scattered_and_gathered_come_back_in_their_pieces(there, seed):
     """Of sum(c * scatter(r)) the gradient is c, joined at the root; of sum(c * gather(x)), the pieces of c."""
     there = there._replace(whole=there.whole.real.astype(float))

@@ -63,7 +63,7 @@ def fitting(sizes, pairs):
 
 
 @given(st.data(), st.sampled_from(BOUNDARIES), st.booleans())
-@settings(max_examples=600)
+@settings(max_examples=250)
 def test_members_know_what_their_plans_need(data, boundary, wide):
     sizes = tuple(data.draw(st.lists(st.integers(0, 7 if wide else 3), min_size=2, max_size=BLOCKS_MAX)))
     width = st.integers(-3, 9 if wide else 4)
@@ -78,7 +78,7 @@ def test_members_know_what_their_plans_need(data, boundary, wide):
 
 def test_all_small_lines():
     for n in (2, 3, 4):
-        for sizes in itertools.product((0, 1, 2, 4), repeat=n):
+        for sizes in itertools.product((0, 1, 2, 4) if n < 4 else (0, 1, 3), repeat=n):
             for pair, boundary in itertools.product(((1, 1), (2, 0), (0, 3), (4, -1), (-1, 2)), BOUNDARIES):
                 if sum(sizes) or boundary in ("none", "zero"):
                     check(sizes, fitting(sizes, (pair,) * n), boundary)
