@@ -4,7 +4,6 @@ itself through what it imports, at any depth, in functions and for types too."""
 from __future__ import annotations
 
 import ast
-import functools
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -136,15 +135,10 @@ def fault(importer: str, name: str) -> str | None:
     return None
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def faults(importer: str, source: ast.Module, shown: str) -> list[str]:
+def faults(importer: str, source: str, shown: str) -> list[str]:
     return [
         f"{shown}:{node.lineno}: {ast.unparse(node)}  ({wrong})"  # type: ignore[attr-defined]
-        for node, names, typing_only in imports(source)
+        for node, names, typing_only in imports(ast.parse(source))
         for name in dict.fromkeys(names)
         if (wrong := fault(importer, name)) and not (typing_only and wrong != "relative import")
     ]
@@ -163,14 +157,14 @@ def test_imports_run_one_way():
     wrong = []
     for name, path in sorted(MODULES.items()):
         shown = str(path.resolve().relative_to(ROOT))
-        wrong += faults(name.split(".")[1], parsed(path), shown)
+        wrong += faults(name.split(".")[1], path.read_text(encoding="utf-8"), shown)
     assert not wrong, "\n" + "\n".join(wrong)
 
 
-def imported_files(source: ast.Module, files: Collection[str]) -> set[str]:
+def imported_files(source: str, files: Collection[str]) -> set[str]:
     """The files among `files`, dotted names, that a source imports, wherever it does so."""
     found = set()
-    for node in ast.walk(source):
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.ImportFrom(module=str(module), names=names):
                 found |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in files else module for alias in names}
@@ -197,15 +191,14 @@ def circles(edges: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
 
 def test_no_file_imports_itself_through_others():
     files = {name.removesuffix(".__init__"): path for name, path in MODULES.items()}
-    edges = {name: imported_files(parsed(path), files) - {name} for name, path in files.items()}
+    edges = {name: imported_files(path.read_text(encoding="utf-8"), files) - {name} for name, path in files.items()}
     assert not circles(edges), "\n".join(" <-> ".join(group) for group in circles(edges))
 
 
 def test_circles_are_found():
     assert circles({"a": ["b"], "b": ["c"], "c": ["b"], "d": ["a"]}) == [("b", "c")]
-    parse = ast.parse
-    assert imported_files(parse("def f():\n    from spmd import mesh"), {"spmd", "spmd.mesh"}) == {"spmd.mesh"}
-    assert imported_files(parse("if TYPE_CHECKING:\n    from spmd.mesh import Mesh"), {"spmd.mesh"}) == {"spmd.mesh"}
+    assert imported_files("def f():\n    from spmd import mesh", {"spmd", "spmd.mesh"}) == {"spmd.mesh"}
+    assert imported_files("if TYPE_CHECKING:\n    from spmd.mesh import Mesh", {"spmd.mesh"}) == {"spmd.mesh"}
 
 
 @pytest.mark.parametrize(
@@ -240,4 +233,4 @@ def test_circles_are_found():
     ],
 )
 def test_the_rule_itself(importer, source, wrong):
-    assert bool(faults(importer, ast.parse(source), "file.py")) is wrong
+    assert bool(faults(importer, source, "file.py")) is wrong
