@@ -61,9 +61,7 @@ def attention(w, x, spec):
     split = P(*spec, *[None] * (2 - len(spec)), "model")  # features of all heads, this worker's
     qkv = F.linear(x, np.reshape(w["qkv"], (heads * width, n)), spec=spec, w_spec=ROWS)
     q, k, v = np.transpose(np.reshape(qkv, (batch, steps, heads, 3, width // 3)), (3, 0, 2, 1, 4))
-    scores = q @ np.swapaxes(k, 2, 3) / np.sqrt(width // 3)
-    scores = np.where(np.tri(steps, dtype=bool), scores, -1e30)
-    y = np.swapaxes(F.softmax(scores) @ v, 1, 2)
+    y = np.swapaxes(F.attention(q, k, v, causal=True), 1, 2)
     out = np.reshape(w["out"], (n, heads * (width // 3)))
     return F.linear(np.reshape(y, (batch, steps, heads * (width // 3))), out, spec=split, w_spec=COLUMNS)
 

@@ -21,6 +21,7 @@ from spmd.autodiff.allocation import writable
 from spmd.autodiff.primitive import constants, passives, primitives
 from spmd.autodiff.staging.function_tables import BY_VALUE, IN_PLACE, METADATA, NO_NUMBER, PLAIN, RAW, STATIC, refuse
 from spmd.autodiff.staging.joining import Batch, joined
+from spmd.autodiff.staging.opaque import Opaque
 from spmd.autodiff.staging.program import COMM, Built, Line, Ref, ValueInfo, collect, execute, mapped, refs
 from spmd.errors import JitError, MissingMethodError, caller
 
@@ -248,6 +249,15 @@ def _operators() -> None:
 
         return operate
 
+    def in_place(write: Any) -> Any:
+        def operate(self: Any, other: Any) -> Any:
+            if not _is_operand(other) or not hasattr(type(self.value), f"__{write.__name__}__"):
+                return NotImplemented  # scalars of NumPy are immutable: Python then takes the operator
+            self.program.call(write, (self, other), writes=True)
+            return self
+
+        return operate
+
     for pair in pairs.split():
         name, _, short = pair.partition(":")
         short = short or {"subtract": "sub", "multiply": "mul"}.get(name, name)
@@ -255,6 +265,8 @@ def _operators() -> None:
         as_python = getattr(operator, f"{short}_" if keyword.iskeyword(short) else short, divmod)
         setattr(_Recorded, f"__{short}__", binary(ufunc, False, as_python))
         setattr(_Recorded, f"__r{short}__", binary(ufunc, True, as_python))
+        if hasattr(np.ndarray, f"__i{short}__"):
+            setattr(Slot, f"__i{short}__", in_place(getattr(operator, f"i{short}")))
     for short, name in {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}.items():
         setattr(_Recorded, f"__{short}__", binary(getattr(np, name), False))
     _Recorded.__eq__ = binary(np.equal, False)  # type: ignore[method-assign]
@@ -303,38 +315,6 @@ def one_line(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     return stand_ins[0].program.call(fun, args, kwargs, fresh=fresh) if stand_ins else fun(*args, **kwargs)
 
 
-class _Opaque:
-    """A function that reads values. It raises if its results have other shapes than when it was recorded."""
-
-    def __init__(self, fun: Callable[..., Any]):
-        self.fun = fun
-        self.__name__ = getattr(fun, "__name__", type(fun).__name__).replace("<lambda>", "rule")
-        self.kinds: list[Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.fun(*args, **kwargs)
-        kinds = _shapes(result, [])
-        if self.kinds is None:
-            self.kinds = kinds
-        elif kinds != self.kinds:
-            raise JitError.at(
-                f"{self.__name__}, within spmd.jit",
-                got=f"a result of {', '.join(kinds)}",
-                need=f"one of {', '.join(self.kinds)}, as when the program was recorded",
-                mend="a function whose result has one shape whatever the values are; or leave spmd.jit out",
-            )
-        return result
-
-
-def _shapes(tree: Any, into: list[str]) -> list[str]:
-    if isinstance(tree, tuple | list):
-        for t in tree:
-            _shapes(t, into)
-    elif hasattr(tree, "dtype"):
-        into.append(f"{tree.dtype}{[*tree.shape]}")
-    return into
-
-
 def opaque_line(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] = NO_KWARGS, error: Exception | None = None
 ) -> Any:
@@ -344,7 +324,7 @@ def opaque_line(
     stand_ins = slots((args, kwargs))
     if not stand_ins:
         raise error or AssertionError(fun)
-    result, program = one_line(_Opaque(fun), args, kwargs), stand_ins[0].program
+    result, program = one_line(Opaque(fun), args, kwargs), stand_ins[0].program
     if error is not None and program.failed is error:
         program.failed = None
     return result

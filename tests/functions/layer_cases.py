@@ -83,8 +83,8 @@ def check_layer(
 ) -> None:
     """fun(*blocks) in a body gives blocks of `expected`, laid out by `out`; its cotangents for g are those expected.
 
-    A cotangent that is None is not compared. With states and without, on both schedulers. in_global: the layer
-    of global arrays, outside of bodies. torch: fun takes tensors too.
+    A cotangent that is None is not compared. With states and without, on both schedulers; on small meshes under
+    `spmd.jit` too. in_global: the layer of global arrays, outside of bodies. torch: fun takes tensors too.
     """
     value, cotangents = expected
     for scheduler, check in (("lockstep", True), ("threads", False)):
@@ -96,6 +96,8 @@ def check_layer(
         for a, b in zip(pullback(spmd.put(g, out, on)), cotangents, strict=True):
             if b is not None:
                 compare(a.numpy(), b)
+    if mesh.size <= 3:
+        check_recorded(fun, expected, args, specs, out, mesh, g, compare)
     if in_global is not None:
         placed = [spmd.put(a, s, mesh) for a, s in zip(args, specs, strict=True)]
         result, pullback = spmd.vjp(in_global, *placed)
@@ -105,6 +107,27 @@ def check_layer(
                 compare(a.numpy(), b)
     if torch:
         check_tensors(fun, expected, args, specs, out, mesh, g, compare)
+
+
+def check_recorded(fun, expected, args, specs, out, mesh, g, compare) -> None:
+    """The same in a body that is recorded, with other values than those it is run again with."""
+    chosen = [k for k, b in enumerate(expected[1]) if b is not None]
+
+    def both(g, *blocks):
+        def layer(*some):
+            given = dict(zip(chosen, some, strict=True))
+            return fun(*(given.get(k, block) for k, block in enumerate(blocks)))
+
+        y, pullback = spmd.vjp(layer, *(blocks[k] for k in chosen))
+        return y, *pullback(g)
+
+    run = spmd.jit(spmd.map(both, (out, *specs), (out, *(specs[k] for k in chosen)), mesh=mesh))
+    others = [np.flip(a).copy() if k in chosen else a for k, a in enumerate(args)]
+    run(np.flip(g).copy(), *others)
+    y, *results = run(g, *args)
+    compare(y.numpy(), expected[0])
+    for k, result in zip(chosen, results, strict=True):
+        compare(result.numpy(), expected[1][k])
 
 
 def check_tensors(fun, expected, args, specs, out, mesh, g, compare) -> None:

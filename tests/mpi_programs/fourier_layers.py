@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
-from mpi_programs.convolving import digest
 
 import spmd
 from spmd import P, functions
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a program it stands beside, not in, the package
+from mpi_programs.convolving import digest
 
 CASES = {
     "space": ({"x": 4}, P(None, None, "x"), P()),

@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.autodiff.custom import custom_vjp
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.staging.recorder import one_line
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import grad
 from spmd.functions import attention_tiles as tiles
@@ -41,11 +42,19 @@ def _where(mask: Any, x: Any, y: Any) -> Any:
 @primitive("attention", None, None, None, None, None)
 def attend(q, k, v, bias, mask, *, part):
     """See `attention_tiles.attend`."""
+    return one_line(_attend, (q, k, v, bias, mask, part), fresh=True)
+
+
+def _attend(q, k, v, bias, mask, part):
     return tiles.attend(library(q), q, k, v, bias, mask, part)
 
 
 @primitive("attention_adjoint", *[None] * 8)
 def _attend_adjoint(q, k, v, bias, mask, lse, delta, g, *, part):
+    return one_line(_cotangents, (q, k, v, bias, mask, lse, delta, g, part), fresh=True)
+
+
+def _cotangents(q, k, v, bias, mask, lse, delta, g, part):
     cotangents = tiles.attend_adjoint(library(q), q, k, v, bias, mask, lse, delta, g, part)
     return cotangents if bias is not None else cotangents[:3]
 
