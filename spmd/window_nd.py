@@ -13,7 +13,7 @@ from spmd.layout import Box, Layout
 from spmd.tracebacks import api_boundary
 from spmd.window import Padding, Pairs, Taps, Window, checked_taps, plan_blocks
 
-__all__ = ["Windows", "plan_windows"]
+__all__ = ["Windows", "plan_windows", "same_grid"]
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,18 @@ def _plan_windows(source: Layout, kernel, stride, padding, dilation, ceil: bool,
     else:
         cuts: Sequence = per_dimension(where, "target", target, len(shape))
         layout_cuts = [source.cuts[d] if whole[d] and cut is None else cut for d, cut in enumerate(cuts)]
-        layout_out = _same_grid(source, shape, layout_cuts)
+        layout_out = same_grid(source, shape, layout_cuts)
     dims = [
         plan_blocks(f"{where}, dimension {d}", source.cuts[d], layout_out.cuts[d], t) for d, (t, _) in enumerate(taps)
     ]
     return Windows(source, layout_out, tuple(dims))
 
 
-def _same_grid(layout: Layout, shape: tuple[int, ...], cuts: Sequence[Sequence[int] | None]) -> Layout:
-    """The layout of another array on the same grid of the same workers."""
+def same_grid(layout: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Layout:
+    """The layout of another array of as many dimensions, whose block k lies where block k of this one does.
+
+    cuts: the lengths of the blocks in each dimension; None: balanced.
+    """
     if layout.spec is not None:
         return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
     assert layout.workers is not None

@@ -23,7 +23,6 @@ __all__ = [
     "dtype_of",
     "floating_operand",
     "layout_of_operand",
-    "same_grid",
     "spec_of_names",
 ]
 
@@ -126,19 +125,6 @@ def _learnt(where: str, x: Any, spec: P, worker: Worker) -> Layout:
 def spec_of_names(names: Sequence[Sequence[str]]) -> P:
     """The spec by which these axes split each dimension."""
     return P(*(tuple(each) or None for each in names))
-
-
-def same_grid(layout: Layout, shape: Sequence[int], cuts: Sequence[Sequence[int] | None] | None = None) -> Layout:
-    """The layout of another array of as many dimensions, whose block k lies where block k of this one does.
-
-    cuts: the lengths of the blocks in each dimension; None: balanced.
-    """
-    if layout.spec is not None:
-        return Layout(shape, layout.spec, layout.axes, cuts, copies=layout.copies)
-    assert layout.workers is not None
-    blocks = [len(c) for c in layout.cuts]
-    copies = len(layout.workers) // int(np.prod(blocks, dtype=int))
-    return Layout.grid(shape, (*blocks, copies), layout.axes, layout.workers, cuts, copies=layout.copies)
 
 
 def checked_target(

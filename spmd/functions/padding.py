@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
-from spmd.functions.layouts import as_operand, checked_target, same_grid
+from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import relaid
 from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
@@ -22,6 +22,7 @@ from spmd.mesh import here
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 from spmd.window import Taps, Window, plan_blocks
+from spmd.window_nd import same_grid
 
 __all__ = ["pad"]
 

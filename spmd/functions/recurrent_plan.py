@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import LayoutError, SpecError
-from spmd.functions.layouts import same_grid, spec_of_names
+from spmd.functions.layouts import spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import relaid, varied
 from spmd.functions.recurrent_cells import CELLS, Cell, Chain, State, Weights
@@ -16,6 +16,7 @@ from spmd.functions.recurrent_pipeline import Line, pipeline
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.varying import varying
+from spmd.window_nd import same_grid
 
 __all__ = [
     "Network",

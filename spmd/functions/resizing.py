@@ -15,7 +15,7 @@ from spmd import kernels
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
-from spmd.functions.layouts import as_operand, checked_target, same_grid
+from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local
 from spmd.functions.movement import relaid
 from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
@@ -27,6 +27,7 @@ from spmd.mesh import here
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 from spmd.window import Window, plan_blocks
+from spmd.window_nd import same_grid
 
 __all__ = ["Taps", "plan_resize", "resample", "resize"]
 

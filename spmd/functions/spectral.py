@@ -15,13 +15,14 @@ from spmd.errors import SpecError, describe
 from spmd.fourier.blocks import transformed
 from spmd.fourier.lines import Line, lowest_modes, result_shape
 from spmd.fourier.plan import FourierPlan, fourier_plan
-from spmd.functions.layouts import checked_target, dtype_of, same_grid, spec_of_names
+from spmd.functions.layouts import checked_target, dtype_of, spec_of_names
 from spmd.functions.local import namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.layout import Layout, Spec
 from spmd.operators.repartition import accumulate
 from spmd.tracebacks import api_boundary
+from spmd.window_nd import same_grid
 
 __all__ = ["spectral_conv"]
 
