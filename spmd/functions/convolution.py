@@ -12,7 +12,7 @@ from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
-from spmd.functions.layouts import as_operand
+from spmd.functions.layouts import as_operand, check_split
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.kernels.windows import output_length
@@ -214,6 +214,8 @@ def _run(
     for argument, each in specs.items():
         if isinstance(each, P):
             each.check(worker.mesh.axes, where, argument, x.ndim)
+    check_split(where, "spec", x, spec, worker)
+    check_split(where, "w_spec", w, w_spec, worker)
     lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None
     found = without_channels(spec, w_spec, out_spec, x.ndim, groups, transposed)
     inner = without_batch(spec, w_spec, out_spec, x.ndim) if found is None else found[1]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.dtypes import kind_of_dtype
-from spmd.errors import LayoutError, SpecError, describe
+from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
 from spmd.global_ops.call import global_value
@@ -19,6 +19,8 @@ from spmd.transport.call import Call
 
 __all__ = [
     "as_operand",
+    "check_spec",
+    "check_split",
     "checked_target",
     "dtype_of",
     "floating_operand",
@@ -74,12 +76,36 @@ def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shap
     if not isinstance(spec, P):
         mend = f'{argument}=P("x"), or a Layout on some of the workers'
         raise SpecError.at(where, argument=argument, got=describe(spec), need="a spec or a Layout", mend=mend)
-    spec.check(worker.mesh.axes, where, argument, x.ndim)
+    check_spec(where, argument, x, spec, worker)
     if not spec.axes:
         return worker.mesh.layout(tuple(x.shape), spec)
     if shape is not None:
         return _balanced(where, x, spec, shape, worker)
     return _learnt(where, x, spec, worker)
+
+
+def check_spec(where: str, argument: str, x: Any, spec: P, worker: Worker) -> None:
+    """Raise where the spec of a block does not fit the mesh or the array; or where it splits, over workers that have
+    one value, an array that says so."""
+    spec.check(worker.mesh.axes, where, argument, x.ndim)
+    check_split(where, argument, x, spec, worker)
+
+
+def check_split(where: str, argument: str, x: Any, spec: Spec | None, worker: Worker) -> None:
+    """Raise where a spec splits an array over workers that have one value of it, as its state says."""
+    state = getattr(x, "state", None)
+    if not isinstance(spec, P) or state is None or spec.varying <= state.varying:  # bare data says nothing
+        return
+    same = next((n for n in spec.axes if n not in state.varying and worker.mesh.axes[n] > 1), None)
+    if same is not None:
+        raise StateError.at(
+            where,
+            argument=argument,
+            got=f"{spec} for {describe(x)}, which is the same on all workers along {same!r}",
+            need="the layout of an array of which each worker has a block",
+            mend=f"leave {same!r} out of {argument}; or split the array in in_specs; of equal blocks "
+            f"spmd.pvary(x, {same!r})",
+        )
 
 
 def _checked(where: str, argument: str, x: Any, layout: Layout, worker: Worker) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_number
-from spmd.functions.layouts import floating_operand, layout_of_operand
+from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.movement import varied
 from spmd.functions.reductions import check_reduction, reduced
@@ -158,7 +158,7 @@ def _check_shapes(loss: _Loss, x: Any, target: Any) -> None:
 def check_block(where: str, x: Any, spec: Spec, argument: str = "spec") -> None:
     """Raise unless spec may say how the array lies of which x is a block. Nothing is sent."""
     if isinstance(spec, P) and global_value(x) is None:
-        spec.check(here(where).mesh.axes, where, argument, x.ndim)
+        check_spec(where, argument, x, spec, here(where))
     else:
         layout_of_operand(where, argument, x, spec)
 

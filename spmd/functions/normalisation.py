@@ -14,7 +14,7 @@ import numpy as np
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_floating, as_number, cast, normalized_axes, normalized_axis
-from spmd.functions.layouts import floating_operand, layout_of_operand
+from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.local.normalisation import moments as local_moments
 from spmd.functions.norm_plans import Norm, NormPlan, gathered_moments, merged, params_of
@@ -47,7 +47,7 @@ def _split(norm: Norm, x: Any, parameters: Sequence[Any], spec: Spec | None, sha
     if worker is not None and isinstance(spec, P | Layout) and shape is None:
         by = spec.spec if isinstance(spec, Layout) else spec
         if by is not None and not (norm.groups and names_of(by, x.ndim)[1]):  # no lengths matter
-            spec.check(worker.mesh.axes, where, "spec", x.ndim)
+            check_spec(where, "spec", x, by, worker)
             if isinstance(spec, Layout):
                 layout_of_operand(where, "spec", x, spec)
             for argument, p in zip(_ARGUMENTS, parameters, strict=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.errors import LayoutError, describe
-from spmd.functions.layouts import layout_of_operand
+from spmd.functions.layouts import check_spec, layout_of_operand
 from spmd.global_ops.call import global_value, on_blocks
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, here
@@ -63,7 +63,7 @@ def is_local(where: str, operand: Operand, out_spec: Spec | None, dims: Containe
         return True
     if not isinstance(operand.spec, P) or operand.shape is not None:
         return False
-    operand.spec.check(here(where).mesh.axes, where, operand.argument, operand.x.ndim)
+    check_spec(where, operand.argument, operand.x, operand.spec, here(where))
     return all(not names or d in dims for d, names in enumerate(operand.spec.dims))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import SpecError, describe
-from spmd.functions.layouts import checked_target, spec_of_names
+from spmd.functions.layouts import check_split, checked_target, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
@@ -63,6 +63,8 @@ def linear(
     if worker is not None and shape is None:
         plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
         if plan is not None:
+            check_split(_WHERE, "spec", x, spec, worker)
+            check_split(_WHERE, "w_spec", w, w_spec, worker)
             return plan(x, w, bias)
     operands = [
         Operand("spec", x, spec, shape),

@@ -10,7 +10,7 @@ import pytest
 import spmd
 from functions.layer_cases import FRONTENDS, check_layer, integers, random_layout, random_mesh
 from spmd import P, functions
-from spmd.errors import SpecError
+from spmd.errors import SpecError, StateError
 from spmd.functions.products import _plan, rows_of
 from spmd.layout import Layout
 
@@ -127,3 +127,27 @@ def test_cotangents_of_what_is_gathered_are_summed_once(spec, check):
     with spmd.Mesh(m=3):
         grad = spt.map(body, in_specs=(spec, P("m")), out_specs=spec, check=check)(x, w)
     np.testing.assert_array_equal(grad.numpy(), np.ones((5, 11)) @ w.numpy())
+
+
+LAYERS = {
+    "linear": lambda x: functions.linear(x, np.ones((2, 4)), spec=P("x")),
+    "conv": lambda x: functions.conv(x[None, None], np.ones((1, 1, 3, 3)), padding=1, spec=P(None, None, "x")),
+    "max_pool": lambda x: functions.max_pool(x[None, None], 2, spec=P(None, None, "x")),
+    "pad": lambda x: functions.pad(x, 1, spec=P("x")),
+    "resize": lambda x: functions.resize(x[None, None], size=(5, 5), spec=P(None, None, "x")),
+    "batch_norm": lambda x: functions.batch_norm(x, spec=P("x")),
+    "mse_loss": lambda x: functions.mse_loss(x, x, spec=P("x")),
+    "attention": lambda x: functions.attention(x[None], x[None], x[None], spec=P(None, "x")),
+    "rope": lambda x: functions.rope(x, spec=P("x")),
+    "fftn": lambda x: spmd.fft.fftn(x, spec=P("x")),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_spec_that_splits_one_value_is_an_error(name, scheduler):
+    """An array that all workers have is no block; equal blocks are declared to vary. Of bare data nothing is known."""
+    x = np.arange(16.0).reshape(4, 4)
+    with spmd.Mesh(x=2, scheduler=scheduler):
+        with pytest.raises(StateError, match=r"the same on all workers along 'x'[^|]*\n.*\n.*leave 'x' out of"):
+            spmd.map(lambda x: (LAYERS[name](x), None)[1], in_specs=P(), out_specs=None)(x)
+        spmd.map(lambda x: (LAYERS[name](spmd.pvary(x, "x")), None)[1], in_specs=P(), out_specs=None)(x)
