@@ -151,3 +151,53 @@ def test_a_spec_that_splits_one_value_is_an_error(name, scheduler):
         with pytest.raises(StateError, match=r"the same on all workers along 'x'[^|]*\n.*\n.*leave 'x' out of"):
             spmd.map(lambda x: (LAYERS[name](x), None)[1], in_specs=P(), out_specs=None)(x)
         spmd.map(lambda x: (LAYERS[name](spmd.pvary(x, "x")), None)[1], in_specs=P(), out_specs=None)(x)
+
+
+# Partitions and shapes of DistDL's tests of its linear layers: of x, and of the whole x; y has other features.
+PARTITIONS = [
+    ((1, 1), (2, 2), 4),
+    ((1, 4), (1, 12), 16),
+    ((1, 1, 4), (1, 8, 12), 16),
+    ((2, 1, 4), (2, 4, 12), 16),
+    ((1, 1, 1, 4), (1, 2, 4, 12), 16),
+    ((1, 2, 1, 2), (2, 2, 4, 12), 16),
+    ((2, 1, 1, 2), (2, 2, 4, 12), 16),
+    ((2, 2, 1, 2), (2, 2, 4, 12), 16),
+]
+
+
+@FRONTENDS
+@pytest.mark.parametrize("way", ["gather", "scatter", "zero"])
+@pytest.mark.parametrize(("grid", "shape", "out"), PARTITIONS, ids=lambda n: str(n).replace(" ", ""))
+def test_distdl_partitions(grid, shape, out, way, torch):
+    """x is split as the grid says, and y too: by rows of the weights, or by columns and a reduce-scatter; the weights
+    may be split over the workers of the batch besides."""
+    rng = np.random.default_rng(0)
+    mesh = spmd.Mesh(**{f"d{k}": n for k, n in enumerate(grid)})
+    *batch, last = mesh.axes
+    spec = P(*batch, last)
+    w_spec = {"gather": P(last), "scatter": P(None, last), "zero": P(last, batch[0])}[way]
+    x, w, bias = integers(rng, shape), integers(rng, (out, shape[-1])), integers(rng, (out,))
+    g = integers(rng, (*shape[:-1], out))
+
+    def fun(x, w, b):
+        return functions.linear(x, w, b, spec=spec, w_spec=w_spec, out_spec=spec)
+
+    specs = spec, w_spec, rows_of(mesh.layout(w.shape, w_spec))
+    check_layer(fun, reference(x, w, bias, g), (x, w, bias), specs, spec, mesh, g, torch=torch)
+
+
+@FRONTENDS
+def test_distdl_grids(torch):
+    """Of its general layer: x on four workers, y on three others, the weights on twelve."""
+    rng = np.random.default_rng(0)
+    mesh = spmd.Mesh(w=12)
+    x, w, bias, g = integers(rng, (1, 12)), integers(rng, (6, 12)), integers(rng, (6,)), integers(rng, (1, 6))
+    spec = Layout.grid(x.shape, (1, 4), mesh.axes, range(4, 8))
+    w_spec = Layout.grid(w.shape, (3, 4), mesh.axes)
+    out = Layout.grid(g.shape, (1, 3), mesh.axes)
+
+    def fun(x, w, b):
+        return functions.linear(x, w, b, spec=spec, w_spec=w_spec, out_spec=out)
+
+    check_layer(fun, reference(x, w, bias, g), (x, w, bias), (spec, w_spec, rows_of(w_spec)), out, mesh, g, torch=torch)

@@ -88,3 +88,21 @@ def test_errors_of_tensors():
     for ids, words in ((torch.tensor([4]), "from 0 to 3"), (torch.tensor([0.5]), "argument ids")):
         with pytest.raises(SpecError, match=words):
             functions.embedding(torch.ones(4, 2), ids)
+
+
+@FRONTENDS
+@pytest.mark.parametrize("table_spec", [P(None, "m"), P("d", "m")], ids=["features", "rows too"])
+@pytest.mark.parametrize("sides", [(1, 1), (1, 4)], ids=str)
+def test_distdl_partitions(sides, table_spec, torch):
+    """Of its embeddings: batches along d, features along m; the table may be split over the workers of the batch."""
+    rng = np.random.default_rng(0)
+    mesh = spmd.Mesh(d=sides[0], m=sides[1])
+    table, ids = integers(rng, (16, 8)), rng.integers(0, 16, (2, 3))
+    g, out = integers(rng, (2, 3, 8)), P("d", None, "m")
+    gradient = np.zeros_like(table)
+    np.add.at(gradient, ids, g)
+
+    def fun(table, ids):
+        return functions.embedding(table, ids, spec=P("d"), table_spec=table_spec, out_spec=out)
+
+    check_layer(fun, (table[ids], (gradient, None)), (table, ids), (table_spec, P("d")), out, mesh, g, torch=torch)
