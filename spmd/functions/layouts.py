@@ -25,6 +25,7 @@ __all__ = [
     "dtype_of",
     "floating_operand",
     "layout_of_operand",
+    "learnt_layout",
     "spec_of_names",
 ]
 
@@ -81,7 +82,7 @@ def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shap
         return worker.mesh.layout(tuple(x.shape), spec)
     if shape is not None:
         return _balanced(where, x, spec, shape, worker)
-    return _learnt(where, x, spec, worker)
+    return learnt_layout(where, x, spec, worker)
 
 
 def check_spec(where: str, argument: str, x: Any, spec: P, worker: Worker) -> None:
@@ -136,8 +137,8 @@ def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout
     raise LayoutError.at(where, argument="x", got=describe(x), need=need, mend=mend)
 
 
-def _learnt(where: str, x: Any, spec: P, worker: Worker) -> Layout:
-    """The layout that the shapes of all blocks give. Workers along the axes of the spec exchange them."""
+def learnt_layout(where: str, x: Any, spec: P, worker: Worker) -> Layout:
+    """The layout that the shapes of all blocks give. Collective along the axes of the spec; no data moves."""
     axes, mesh = tuple(n for n in worker.mesh.axes if n in spec.varying), worker.mesh
     group = worker.group(axes)
     call = Call(where.removeprefix("spmd."), axes, dtype_of(x), tuple(x.shape), detail=str(spec))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from spmd.array import PartitionedArray, layout_of
 from spmd.errors import SpecError, StateError, describe
-from spmd.frontends import frontend
+from spmd.functions.layouts import learnt_layout
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.random.arguments import varying_axes
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import Call
 
 __all__ = ["like"]
 
@@ -48,16 +45,7 @@ def like(x, spec: P) -> Layout:
             need="the axes that split the array, all that it varies over",
             mend=f"name {extra[0]!r} in the spec, or sum or gather x along it first",
         )
-    axes, group = spec.axes, worker.group(spec.axes)
-    other = frontend(x)
-    dtype = np.dtype(x.dtype) if other is None else other.dtype(x)
-    call = Call("random.like", axes, dtype, tuple(x.shape), detail=str(spec))
-    shapes = worker.comm.shapes(group, call).wait() if axes else [tuple(x.shape)]
-    shape_at = {
-        tuple(worker.mesh.coordinates(w)[n] for n in axes): tuple(s) for w, s in zip(group.members, shapes, strict=True)
-    }
-    places = map(worker.mesh.coordinates, range(worker.mesh.size))
-    return worker.mesh.joined(tuple(shape_at[tuple(place[n] for n in axes)] for place in places), spec, where)
+    return learnt_layout(where, x, spec, worker)
 
 
 def layout_of_block(where: str, x: Any, spec: P | None) -> Layout | None:

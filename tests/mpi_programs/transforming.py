@@ -1,4 +1,4 @@
-"""Fourier transforms over blocks, there and back, and gradients, as digests of all workers. Runs with any transport."""
+"""Fourier transforms over blocks, their inverses and gradients, as digests of all workers. Runs with any transport."""
 
 from __future__ import annotations
 
