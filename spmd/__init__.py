@@ -29,6 +29,7 @@ from spmd.autodiff import (
 )
 from spmd.axes import axis_index, axis_size, block_indices, block_slices, is_main, worker_index
 from spmd.debug import debug
+from spmd.grid import Grid
 from spmd.info import info
 from spmd.layout import Layout, P
 from spmd.lazy_imports import lazy_attributes
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Array",
+    "Grid",
     "Layout",
     "Mesh",
     "P",

@@ -17,6 +17,7 @@ LEVELS = [
     {"errors", "lazy_imports", "settings", "spellings", "tracebacks"},
     {"kernels", "autodiff"},
     {"box_layout", "layout", "layout_arguments", "layout_html", "layout_picture", "layout_rules", "spec"},
+    {"grid"},
     {"spec_trees"},
     {"plan"},
     {"window"},

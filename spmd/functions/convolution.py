@@ -12,7 +12,7 @@ from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
-from spmd.functions.layouts import as_operand, check_split
+from spmd.functions.layouts import as_operand, check_split, lie_on_grid
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.kernels.windows import output_length
@@ -188,8 +188,9 @@ def _plan(
     geometry: Geometry,
     boundaries: tuple[str, ...],
 ) -> LayerPlan:
-    on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    plan = (GridPlan if on_some else SpecPlan)(where, x, w, bias, out_spec, geometry, boundaries, batch_axes)
+    plan = (GridPlan if lie_on_grid(x, w, out_spec) else SpecPlan)(
+        where, x, w, bias, out_spec, geometry, boundaries, batch_axes
+    )
     if bias is not None:
         _check_bias(where, bias.shape, plan.shape)
     return plan

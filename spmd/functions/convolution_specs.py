@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from spmd.functions.convolution_geometry import with_bias
+from spmd.functions.layouts import lie_on_grid
 from spmd.functions.movement import varied
 from spmd.global_ops.call import names_of
+from spmd.grid import Grid
 from spmd.layout import Layout, P, Spec
 from spmd.operators.gather import all_gather, pslice, psum_scatter
 from spmd.operators.reduce import psum
@@ -64,7 +66,7 @@ def without_channels(
     spec: Spec | None, w_spec: Spec | None, out_spec: Spec | None, ndim: int, groups: int, transposed: bool
 ) -> tuple[AlongChannels, Inner] | None:
     """What is done along channels, and the layer that remains; None where it takes lengths of channels."""
-    if groups > 1 or any(isinstance(each, Layout) for each in (spec, w_spec, out_spec)):
+    if groups > 1 or any(isinstance(each, Layout | Grid) for each in (spec, w_spec, out_spec)):
         return None
     batch, channels, *space = names_of(spec or P(), ndim)
     rows, columns, *rest = names_of(w_spec or P(), ndim)
@@ -86,7 +88,7 @@ def without_channels(
 @lru_cache(maxsize=1024)
 def without_batch(spec: Spec | None, w_spec: Spec | None, out_spec: Spec | None, ndim: int) -> Inner | None:
     """The layer of the batch that workers along the other axes share; None where it takes lengths of batches."""
-    if isinstance(spec, Layout) or isinstance(out_spec, Layout) or (isinstance(w_spec, Layout) and w_spec.spec is None):
+    if isinstance(spec, Layout | Grid) or isinstance(out_spec, Layout | Grid) or lie_on_grid(w_spec):
         return None
     batch, *names = names_of(spec or P(), ndim)
     target = [batch, *names] if out_spec is None else names_of(out_spec, ndim)

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import LayoutError
-from spmd.functions.layouts import checked_target, spec_of_names
+from spmd.functions.layouts import checked_target, lie_on_grid, spec_of_names
 from spmd.functions.local import local
 from spmd.functions.movement import fetched, relaid, summed, varied
 from spmd.functions.planned import LayerPlan
@@ -26,8 +26,7 @@ def embedding_plan(
     if not table.shape:
         need, mend = "rows: at least one dimension", "np.atleast_1d(x)"
         raise LayoutError.at(where, argument="table", got=f"shape {list(table.shape)}", need=need, mend=mend)
-    on_some = table.spec is None or ids.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    return (_GridPlan if on_some else _SpecPlan)(where, table, ids, padding, out_spec)
+    return (_GridPlan if lie_on_grid(table, ids, out_spec) else _SpecPlan)(where, table, ids, padding, out_spec)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
 from spmd.global_ops.call import global_value
+from spmd.grid import Grid, layout_of_shapes
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Worker, here
 from spmd.operators.halo_arguments import balanced
@@ -25,7 +26,9 @@ __all__ = [
     "dtype_of",
     "floating_operand",
     "layout_of_operand",
+    "learnt_grid",
     "learnt_layout",
+    "lie_on_grid",
     "spec_of_names",
 ]
 
@@ -73,9 +76,11 @@ def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shap
     worker = here(where)
     if isinstance(spec, Layout):
         return _checked(where, argument, x, spec, worker)
+    if isinstance(spec, Grid):
+        return learnt_grid(where, argument, x, spec, worker)
     spec = P() if spec is None else spec
     if not isinstance(spec, P):
-        mend = f'{argument}=P("x"), or a Layout on some of the workers'
+        mend = f'{argument}=P("x"), or a Layout or a Grid on some of the workers'
         raise SpecError.at(where, argument=argument, got=describe(spec), need="a spec or a Layout", mend=mend)
     check_spec(where, argument, x, spec, worker)
     if not spec.axes:
@@ -140,13 +145,36 @@ def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout
 def learnt_layout(where: str, x: Any, spec: P, worker: Worker) -> Layout:
     """The layout that the shapes of all blocks give. Collective along the axes of the spec; no data moves."""
     axes, mesh = tuple(n for n in worker.mesh.axes if n in spec.varying), worker.mesh
-    group = worker.group(axes)
-    call = Call(where.removeprefix("spmd."), axes, dtype_of(x), tuple(x.shape), detail=str(spec))
-    shapes = worker.comm.shapes(group, call).wait() if group.size > 1 else [tuple(x.shape)]
-    places = (tuple(mesh.coordinates(w)[n] for n in axes) for w in group.members)
+    shapes = _shapes(where, x, axes, spec, worker)
+    places = (tuple(mesh.coordinates(w)[n] for n in axes) for w in worker.group(axes).members)
     shape_at = {place: tuple(s) for place, s in zip(places, shapes, strict=True)}
     coordinates = map(mesh.coordinates, range(mesh.size))
     return mesh.joined(tuple(shape_at[tuple(at[n] for n in axes)] for at in coordinates), spec, where)
+
+
+def learnt_grid(where: str, argument: str, x: Any, grid: Grid, worker: Worker) -> Layout:
+    """The layout on a grid of all workers that the shapes of all blocks give. Collective; no data moves."""
+    axes = tuple(worker.mesh.axes)
+    if grid.axes not in (None, axes):
+        need = f"a grid of all workers, over the axes {axes}"
+        raise LayoutError.at(where, argument=argument, got=str(grid), need=need, mend="leave axes= out")
+    shapes = _shapes(where, x, axes, grid, worker)
+    return layout_of_shapes(where, shapes, grid, tuple(worker.mesh.axes.items()))
+
+
+def _shapes(where: str, x: Any, axes: tuple[str, ...], spec: P | Grid, worker: Worker) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the blocks of all workers along some axes."""
+    group = worker.group(axes)
+    if group.size == 1:
+        return (tuple(x.shape),)
+    same_shape = None if isinstance(spec, Grid) else False
+    call = Call(where.removeprefix("spmd."), axes, dtype_of(x), tuple(x.shape), detail=str(spec), same_shape=same_shape)
+    return tuple(tuple(s) for s in worker.comm.shapes(group, call).wait())
+
+
+def lie_on_grid(*layouts: Spec | Grid | None) -> bool:
+    """Whether one of some layouts lies on a grid of workers: not by a spec."""
+    return any(isinstance(each, Grid) or (isinstance(each, Layout) and each.spec is None) for each in layouts)
 
 
 def spec_of_names(names: Sequence[Sequence[str]]) -> P:
@@ -163,8 +191,10 @@ def checked_target(
     if isinstance(spec, P):
         spec.check(axes, where, argument, len(shape))
         return Layout(shape, spec, axes)
+    if isinstance(spec, Grid):
+        spec = spec.layout(shape, axes)
     if not isinstance(spec, Layout) or spec.shape != tuple(shape):
-        need = f"a spec, or a Layout of an array of shape {list(shape)}, that of the result"
+        need = f"a spec, a Grid, or a Layout of an array of shape {list(shape)}, that of the result"
         raise LayoutError.at(where, argument=argument, got=describe(spec), need=need, mend=f"leave {argument} out")
     spec.check(axes, where, argument, len(shape))
     return spec

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import SpecError, describe
-from spmd.functions.layouts import check_split, checked_target, spec_of_names
+from spmd.functions.layouts import check_split, checked_target, lie_on_grid, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
@@ -119,8 +119,7 @@ def rows_of(layout: Layout | None) -> Layout:
 @lru_cache(maxsize=1024)
 def _plan(x: Layout, w: Layout, bias: Layout | None, out_spec: Spec | None) -> LayerPlan:
     _check_lengths(x.shape, w.shape, None if bias is None else bias.shape)
-    on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    return (_GridPlan if on_some else _LayoutPlan)(x, w, bias, out_spec)
+    return (_GridPlan if lie_on_grid(x, w, out_spec) else _LayoutPlan)(x, w, bias, out_spec)
 
 
 @dataclass(frozen=True)

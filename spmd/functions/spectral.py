@@ -15,7 +15,7 @@ from spmd.errors import SpecError, describe
 from spmd.fourier.blocks import transformed
 from spmd.fourier.lines import Line, lowest_modes, result_shape
 from spmd.fourier.plan import FourierPlan, fourier_plan
-from spmd.functions.layouts import checked_target, dtype_of, spec_of_names
+from spmd.functions.layouts import checked_target, dtype_of, lie_on_grid, spec_of_names
 from spmd.functions.local import namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
@@ -118,8 +118,7 @@ def _product(f: Any, w: Any) -> Any:
 @lru_cache(maxsize=1024)
 def _plan(x: Layout, w: Layout, modes: Shape | None, out_spec: Spec | None) -> LayerPlan:
     forward = fourier_plan(x, _lines(x.shape, w.shape, modes), fixed=frozenset({1}))
-    on_some = x.spec is None or w.spec is None or (isinstance(out_spec, Layout) and out_spec.spec is None)
-    return (_GridPlan if on_some else _SpecPlan)(x, w, forward, out_spec)
+    return (_GridPlan if lie_on_grid(x, w, out_spec) else _SpecPlan)(x, w, forward, out_spec)
 
 
 def _without(names: Sequence[str], taken: set[str]) -> tuple[str, ...]:

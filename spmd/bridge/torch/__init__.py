@@ -25,13 +25,12 @@ except ImportError as error:
     ) from error
 
 import spmd
-from spmd.bridge.torch import functions, in_place_checks, loader_states, transforms, user_functions  # noqa: F401
+from spmd.bridge.torch import functions, in_place_checks, loader_states, nn, transforms, user_functions  # noqa: F401
 from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
-from spmd.bridge.torch.layouts import Grid
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
@@ -69,7 +68,6 @@ __all__ = [
     "DistributedPool",
     "DistributedSampler",
     "GradScaler",
-    "Grid",
     "HaloExchange",
     "Parameter",
     "PartitionedTensor",
@@ -86,6 +84,7 @@ __all__ = [
     "functions",
     "grad_norm",
     "map",
+    "nn",
     "operator",
     "state_dict",
     "tie",

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 import spmd
 from spmd.bridge.torch.compiled import compilable
-from spmd.bridge.torch.layouts import Grid, Shape, common_axes, gather_shapes, grid_of, layout_for, layout_of_shapes
+from spmd.bridge.torch.layouts import Shape, common_axes, gather_shapes, grid_of, layout_for
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.errors import LayoutError, describe
+from spmd.grid import Grid, layout_of_shapes
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary

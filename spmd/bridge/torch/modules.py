@@ -18,7 +18,6 @@ from torch import nn
 import spmd
 from spmd.bridge.torch.compiled import compilable, token_of
 from spmd.bridge.torch.layouts import (
-    Grid,
     LayoutLike,
     Shape,
     added_axes,
@@ -28,10 +27,10 @@ from spmd.bridge.torch.layouts import (
     copied_layout,
     gather_shapes,
     layout_for,
-    layout_of_blocks,
     resolve_layout,
 )
 from spmd.errors import LayoutError
+from spmd.grid import Grid, layout_of_blocks
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary

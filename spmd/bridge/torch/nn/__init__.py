@@ -1,0 +1,13 @@
+"""`spt.nn`: the layers of `torch.nn` on arrays that are split, by the same names and arguments, with specs.
+
+net = torch.nn.Sequential(
+    spt.nn.Linear(16, 64, w_spec=P("model")), torch.nn.GELU(), spt.nn.Linear(64, 16, w_spec=P(None, "model"))
+)
+
+Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
+"""
+
+from spmd.bridge.torch.nn.layer import Layer
+from spmd.bridge.torch.nn.linear import Linear
+
+__all__ = ["Layer", "Linear"]

@@ -1,0 +1,67 @@
+"""`nn.Linear` on features, weights and results that are split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd.bridge.torch import functions
+from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.nn.layer import Layer, layout_of_rows
+from spmd.global_ops.call import names_of
+from spmd.layout import P
+from spmd.tracebacks import api_boundary
+
+__all__ = ["Linear"]
+
+
+class Linear(Layer, nn.Linear):
+    """`nn.Linear`, y = x wᵀ + b, of which anything may be split: by `spt.functions.linear`.
+
+        up = spt.nn.Linear(16, 64, w_spec=P("model"))  # each worker makes some of the features
+        down = spt.nn.Linear(64, 16, w_spec=P(None, "model"))  # and takes them; one sum completes the result
+
+    Arguments as those of `nn.Linear`. w_spec: of the weights, (out_features, in_features), in balanced blocks; None:
+    whole. bias lies as their rows. spec: of x, with any dimensions before the features. None: the features lie as the
+    columns of the weights, and nothing says how the other dimensions lie. out_spec: of the result; None: as x in its
+    first dimensions, and as the rows of the weights in the last. Each is a spec, a `Layout`, or a `Grid` of some of the
+    workers, on which tensors of any shape lie. generator: as for `spt.drawing`.
+    Construct it in a body, on every worker. Initial values are those of `nn.Linear`, on any mesh.
+
+    With `spec=P(None, "model")` before rows that are split over "model", positions are gathered first, and with
+    `out_spec=P(None, "model")` after split columns the sum is scattered over them: sequence parallelism.
+    Forward, gradients and cost: as `spmd.functions.linear`. Raises LayoutError and SpecError where specs do not fit.
+    """
+
+    _spec_names = "spec", "w_spec", "out_spec"
+
+    @api_boundary
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: LayoutLike | None = None,
+        w_spec: LayoutLike | None = None,
+        out_spec: LayoutLike | None = None,
+        generator: torch.Generator | int | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, "meta", dtype)
+        self._place(device, generator, spec=spec, w_spec=w_spec, out_spec=out_spec)
+
+    def _layouts(self) -> dict[str, LayoutLike]:
+        w_spec = P() if self._specs["w_spec"] is None else self._specs["w_spec"]
+        return {"weight": w_spec, "bias": layout_of_rows(w_spec, self.weight.shape)}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        spec, w_spec = self._specs["spec"], self._of_parameter("weight")
+        if spec is None and isinstance(w_spec, P):
+            columns = names_of(w_spec, 2)[1]
+            spec = P(*[None] * (input.ndim - 1), columns) if columns else None
+        weight, bias = self.shard("weight"), self._block("bias")
+        return functions.linear(input, weight, bias, spec=spec, w_spec=w_spec, out_spec=self._specs["out_spec"])
