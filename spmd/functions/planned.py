@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,7 +16,20 @@ from spmd.global_ops.call import global_value, on_blocks
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, here
 
-__all__ = ["LayerPlan", "Operand", "is_local", "is_split", "run_layer"]
+__all__ = ["LayerPlan", "Operand", "is_local", "is_split", "recorded_layouts", "run_layer"]
+
+_layouts: ContextVar[list[Any] | None] = ContextVar("spmd_layouts_of_results", default=None)
+
+
+@contextmanager
+def recorded_layouts() -> Iterator[list[Any]]:
+    """The layouts of the results of layers of blocks that run inside; the last is that of the outermost layer."""
+    found: list[Any] = []
+    token = _layouts.set(found)
+    try:
+        yield found
+    finally:
+        _layouts.reset(token)
 
 
 class LayerPlan(Protocol):
@@ -79,7 +94,10 @@ def run_layer(where: str, plan: Callable[..., LayerPlan], operands: Sequence[Ope
         layouts.append(None if o.x is None else _layout(where, o, layouts, mesh))
     made = plan(*layouts)
     if mesh is None:
-        return made(*(o.x for o in operands))
+        result = made(*(o.x for o in operands))
+        if (found := _layouts.get()) is not None:
+            found.append(made.out)
+        return result
     given = tuple(o.x is not None for o in operands)
     specs = [layout for layout in layouts if layout is not None]
     return on_blocks(where, _body, (made, given), [o.x for o in operands if o.x is not None], specs, made.out, mesh)

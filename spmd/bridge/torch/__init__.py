@@ -31,6 +31,7 @@ from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
+from spmd.bridge.torch.global_tensors import GlobalTensor
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
@@ -67,6 +68,7 @@ __all__ = [
     "DistributedLinear",
     "DistributedPool",
     "DistributedSampler",
+    "GlobalTensor",
     "GradScaler",
     "HaloExchange",
     "Parameter",

@@ -95,6 +95,10 @@ class PartitionedTensor(torch.Tensor):
         """
         return _block(self)
 
+    def packed_block(self) -> torch.Tensor:
+        """This worker's block, in the shape in which the layout splits it: see `packing` of `Parameter`."""
+        return _block(self, packed=True)
+
     def whole(self) -> torch.Tensor:
         """The whole, on every worker, in memory of its own. Collective along the axes of the layout.
 
@@ -156,6 +160,8 @@ class PartitionedTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and any(getattr(t, "__spmd_global__", False) for t in types):
+            return NotImplemented  # `GlobalTensor` handles both
         return call(func, args, kwargs or {})
 
     @classmethod
@@ -387,12 +393,12 @@ def _block_in_graph(x: Any) -> torch.Tensor:
     return _BlockFunction.apply(x)
 
 
-def _block(x: Any) -> torch.Tensor:
+def _block(x: Any, packed: bool = False) -> torch.Tensor:
     if torch.compiler.is_dynamo_compiling():  # there tensors carry no state
         return _block_in_graph(x)
     inner = unwrapped(x)
     layout = inner._placement.layout
-    if tuple(inner.shape) != layout.shape:
+    if tuple(inner.shape) != layout.shape and not packed:
         raise LayoutError.at(
             "p.block()",
             got=f"a view of shape {list(inner.shape)} of what lies as {layout}",

@@ -1,0 +1,169 @@
+"""Products: sums over dimensions that two tensors share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.registry import handles, unhandled
+from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
+from spmd.functions.movement import relaid, varied
+from spmd.mesh import here
+from spmd.operators.reduce import psum
+
+__all__ = ["contracted"]
+
+
+def contracted(terms: Sequence[str], out: str, tensors: Sequence[Any]) -> Any:
+    """`torch.einsum` of tensors, each dimension of which has a letter of its own; sums are over all workers.
+
+    terms: the letters of each tensor's dimensions. Where a letter is split in one tensor, its part is taken of the
+    others. An axis splits one letter only: that of the largest tensor.
+    """
+    lies = _lies(terms, tensors)
+    blocks = []
+    worker = here("a global tensor")
+    used = {n for dim in lies.values() for n in dim.names}
+    for term, x in zip(terms, tensors, strict=True):
+        shape = x._layout.shape if isinstance(x, GlobalTensor) else tuple(x.shape)
+        target = layout_of_dims(shape, [lies[c] for c in term])
+        block = block_in(x, shape, target)
+        if isinstance(x, GlobalTensor) and x._layout != target:
+            block = relaid(x._block, x._layout, target)
+        missing = [n for n in worker.mesh.axes if n in used - target.varying]
+        blocks.append(varied(block, missing) if missing and not worker.tracked and block.requires_grad else block)
+    y = torch.einsum(f"{','.join(terms)}->{out}", *blocks)
+    summed = tuple(n for n in worker.mesh.axes if any(n in lies[c].names for c in lies if c not in out))
+    y = psum(y, summed) if summed else y
+    sizes = {
+        c: n for term, x in zip(terms, tensors, strict=True) for c, n in zip(term, _inner(x), strict=True) if n != 1
+    }
+    return result(y, layout_of_dims([sizes.get(c, 1) for c in out], [lies[c] for c in out]))
+
+
+def _inner(x: Any) -> Sequence[int]:
+    return x._layout.shape if isinstance(x, GlobalTensor) else tuple(x.shape)
+
+
+def _lies(terms: Sequence[str], tensors: Sequence[Any]) -> dict[str, Dim]:
+    """How the dimension of each letter lies."""
+    lies = {c: WHOLE for term in terms for c in term}
+    lengths = {
+        c: max(n for t, x in zip(terms, tensors, strict=True) for e, n in zip(t, _inner(x), strict=True) if e == c)
+        for c in lies
+    }
+    taken: set[str] = set()
+    order = sorted(
+        (k for k, x in enumerate(tensors) if isinstance(x, GlobalTensor)),
+        key=lambda k: -math.prod(tensors[k]._layout.shape),
+    )
+    for k in order:
+        for c, n, dim in zip(terms[k], _inner(tensors[k]), dims_of(tensors[k]), strict=True):
+            if dim.names and n == lengths[c] and not lies[c].names and not taken & {*dim.names}:
+                lies[c] = dim
+                taken |= {*dim.names}
+    return lies
+
+
+@handles("matmul mm bmm mv dot __matmul__ __rmatmul__ inner")
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = (*args, *kwargs.values())
+    if func.__name__ == "__rmatmul__":
+        a, b = b, a
+    a, b = _operands(func, (a, b), args, kwargs)
+    if func.__name__ == "inner" and b.ndim > 1:
+        b = b.transpose(-1, -2)
+    letters = "abcdefghijklmnopqrstuvw"
+    batch = letters[: max(a.ndim, b.ndim, 2) - 2]
+    first = (batch[len(batch) - (a.ndim - 2) :] + "xy") if a.ndim > 1 else "y"
+    second = (batch[len(batch) - (b.ndim - 2) :] + "yz") if b.ndim > 1 else "y"
+    out = batch + ("x" if a.ndim > 1 else "") + ("z" if b.ndim > 1 else "")
+    return contracted([first, second], out, [a, b])
+
+
+@handles("baddbmm addmm addmv")
+def _added(func: Any, args: Any, kwargs: Any) -> Any:
+    c, a, b = args
+    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    return beta * c + alpha * torch.matmul(a, b)
+
+
+@handles("einsum")
+def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
+    equation, *tensors = args
+    tensors = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], list | tuple) else tensors
+    tensors = _operands(func, tensors, args, kwargs)
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "..." in equation:
+        free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in equation]
+        most = max(x.ndim - len(t) + 3 for t, x in zip(terms, tensors, strict=True) if "..." in t)
+        dots = "".join(free[:most])
+        terms = [t.replace("...", dots[most - (x.ndim - len(t) + 3) :]) for t, x in zip(terms, tensors, strict=True)]
+        out = (
+            out.replace("...", dots)
+            if arrow
+            else dots + "".join(sorted(c for c in set(left) - {*".,"} if left.count(c) == 1))
+        )
+    elif not arrow:
+        out = "".join(sorted(c for c in {*left} - {","} if left.count(c) == 1))
+    if any(len({*t}) < len(t) for t in terms):
+        raise unhandled(func, args, kwargs, "each letter once in every term")
+    return contracted(terms, out, tensors)
+
+
+def _operands(func: Any, tensors: Sequence[Any], args: Any, kwargs: Any) -> list[Any]:
+    made = [as_global(x) for x in tensors]
+    if any(
+        isinstance(x, GlobalTensor) and (x._layout.spec is None or len(x._groups) != len(x._layout.shape)) for x in made
+    ):
+        raise unhandled(func, args, kwargs, "layouts by specs, in which each dimension is split by itself")
+    return made
+
+
+@handles("outer ger")
+def _outer(func: Any, args: Any, kwargs: Any) -> Any:
+    a, b = _operands(func, (*args, *kwargs.values()), args, kwargs)
+    return contracted(["x", "y"], "xy", [a, b])
+
+
+def joined_linear(x: Any, w: Any, bias: Any) -> Any:
+    """y = x wᵀ + bias, where dimensions of x or w join several of their layouts.
+
+    Features that are joined are contracted one by one: of each worker's part. Rows that are joined stay joined.
+    """
+    inner = list(_inner(x))
+    groups = list(x._groups) if isinstance(x, GlobalTensor) else [1] * len(inner)
+    features = inner[len(inner) - groups[-1] :]
+    w_inner, w_groups = list(_inner(w)), list(w._groups) if isinstance(w, GlobalTensor) else [1, 1]
+    if w_groups[1] != groups[-1] or w_inner[w_groups[0] :] != features:
+        if w_groups[1] != 1:
+            raise unhandled(torch.nn.functional.linear, (x, w), {}, "features of x and w that are joined alike")
+        w = _opened(w, w_inner[: w_groups[0]], features)
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    batch = "".join(next(letters) for _ in inner[: len(inner) - groups[-1]])
+    rows = "".join(next(letters) for _ in range(w_groups[0]))
+    common = "".join(next(letters) for _ in features)
+    y = contracted([batch + common, rows + common], batch + rows, [_bare(x), _bare(w)])
+    if bias is not None:
+        own = _bare(bias) if isinstance(bias, GlobalTensor) else bias.reshape(w_inner[: w_groups[0]])
+        y = y + own
+    groups = (*groups[:-1], w_groups[0])
+    if isinstance(y, GlobalTensor):
+        return GlobalTensor(y._block, y._layout, groups)
+    return result(y, layout_of_dims(y.shape, [WHOLE] * y.ndim), groups)
+
+
+def _bare(x: Any) -> Any:
+    """The tensor in the dimensions of its layout."""
+    return GlobalTensor(x._block, x._layout) if isinstance(x, GlobalTensor) else x
+
+
+def _opened(w: Any, rows: Sequence[int], features: Sequence[int]) -> Any:
+    """Weights whose columns have the dimensions of features that are joined."""
+    w = _bare(w)
+    return w.reshape(*rows, *features)

@@ -1,0 +1,127 @@
+"""Operands of several layouts: the layout in which they meet, and their parts there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, lifted, whole_layout
+from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, no_overrides, state_of_tensor
+from spmd.functions.movement import relaid, varied
+from spmd.layout import Layout, P
+from spmd.mesh import here
+from spmd.operators.varying import varying
+
+__all__ = ["Dim", "as_global", "block_in", "dims_of", "is_tensor", "layout_of_dims", "meeting_dims"]
+
+
+class Dim(NamedTuple):
+    """How one dimension lies: the axes that split it, and the lengths of its blocks; balanced for None."""
+
+    names: tuple[str, ...] = ()
+    cut: tuple[int, ...] | None = None
+
+
+WHOLE = Dim()
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def as_global(x: Any) -> Any:
+    """A tensor of which workers hold blocks as a global tensor: parameters too. Other values as they are."""
+    if isinstance(x, GlobalTensor) or not is_partitioned(x):
+        return x
+    layout = x.block_layout
+    groups = _groups_of(layout.shape, tuple(_shape(x)))
+    block = x.block() if groups is None else x.packed_block()
+    return GlobalTensor(block, lifted(layout), groups)
+
+
+def _shape(x: torch.Tensor) -> torch.Size:
+    with no_overrides():
+        return x.shape
+
+
+def _groups_of(inner: Sequence[int], outer: Sequence[int]) -> tuple[int, ...] | None:
+    """Which neighbouring dimensions were joined; None if none were."""
+    if tuple(inner) == tuple(outer):
+        return None
+    groups, d = [], 0
+    for n in outer:
+        size, count = 1, 0
+        while d < len(inner) and (size < n or not count):
+            size, d, count = size * inner[d], d + 1, count + 1
+        groups.append(count)
+    return tuple(groups)
+
+
+def dims_of(x: GlobalTensor) -> list[Dim]:
+    """How each dimension of the layout of a global tensor lies, by its spec."""
+    layout = x._layout
+    return [Dim(n, c if n else None) for n, c in zip(layout.spec.dims, layout.cuts, strict=True)]
+
+
+def layout_of_dims(shape: Sequence[int], dims: Sequence[Dim]) -> Layout:
+    return _layout_of_dims(tuple(shape), tuple(dims), tuple(here("a global tensor").mesh.axes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _layout_of_dims(shape: tuple[int, ...], dims: tuple[Dim, ...], axes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(shape, P(*(d.names or None for d in dims)), dict(axes), [d.cut for d in dims])
+
+
+def meeting_dims(shape: Sequence[int], operands: Sequence[tuple[Sequence[int], Sequence[Dim]]]) -> list[Dim]:
+    """How a result of this shape lies, whose operands, aligned at the last dimension, have these shapes and lie so.
+
+    The operand that is split most determines it; others add dimensions that it has whole, over axes that are free.
+    """
+    dims, taken = [WHOLE] * len(shape), set()
+    for own_shape, own in sorted(operands, key=lambda o: -sum(len(d.names) for d in o[1])):
+        first = len(shape) - len(own_shape)
+        for d, dim in enumerate(own, first):
+            fits = own_shape[d - first] == shape[d] and not dims[d].names and not taken & {*dim.names}
+            if dim.names and fits:
+                dims[d] = dim
+                taken |= {*dim.names}
+    return dims
+
+
+def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Tensor:
+    """The part of an operand that meets this worker's block of a result.
+
+    x: a global tensor or a whole, whose dimensions, aligned at the last, are those of the result, or of length 1.
+    target: the layout of the result. The cotangents of what several workers use are summed.
+    """
+    if isinstance(x, GlobalTensor) and x._layout == target:
+        return x._block
+    own = x._layout.shape if isinstance(x, GlobalTensor) else tuple(_shape(x))
+    first = len(shape) - len(own)
+    dims = [
+        Dim(names, cut) if n == shape[d] and names else WHOLE
+        for d, (n, names, cut) in enumerate(zip(own, target.spec.dims[first:], target.cuts[first:], strict=True), first)
+    ]
+    part = layout_of_dims(own, dims)
+    block = relaid(x._block, x._layout, part) if isinstance(x, GlobalTensor) else _part_of_whole(x, part)
+    worker = here("a global tensor")
+    if worker.tracked or not needs_grad(block):  # where states are tracked, torch's functions vary operands themselves
+        return block
+    return varied(block, [n for n in worker.mesh.axes if n in target.varying - part.varying])
+
+
+def _part_of_whole(x: torch.Tensor, part: Layout) -> torch.Tensor:
+    """This worker's part of a tensor that all workers have."""
+    if not part.varying:
+        return x
+    if needs_grad(x):
+        return relaid(x, whole_layout(part.shape), part)
+    worker = here("a global tensor")
+    own = x[part.slices(worker.index)]
+    if not worker.tracked:
+        return own
+    names = tuple(n for n in worker.mesh.axes if n in part.varying and n not in state_of_tensor(x).varying)
+    return varying(own, names) if names else own
