@@ -32,6 +32,7 @@ from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
+from spmd.bridge.torch.global_tensors import global_tensor as put
 from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.modules import (
@@ -44,6 +45,18 @@ from spmd.bridge.torch.modules import (
     SumReduce,
 )
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
+from spmd.bridge.torch.plans import (
+    Style,
+    column,
+    distribute_module,
+    heads,
+    parallelize,
+    row,
+    sequence,
+    spatial,
+    vocab,
+    whole,
+)
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
@@ -77,19 +90,30 @@ __all__ = [
     "Repartition",
     "RowParallelLinear",
     "ShardedModule",
+    "Style",
     "SumReduce",
     "Tensor",
     "clip_grad_norm_",
+    "column",
     "data_parallel",
+    "distribute_module",
     "drawing",
     "dropout",
     "functions",
     "grad_norm",
+    "heads",
     "map",
     "nn",
     "operator",
+    "parallelize",
+    "put",
+    "row",
+    "sequence",
+    "spatial",
     "state_dict",
     "tie",
+    "vocab",
+    "whole",
 ]
 
 

@@ -1,6 +1,24 @@
 """Tensors of bodies that stand for the whole, and the functions of torch on them."""
 
-from spmd.bridge.torch.global_tensors import contractions, layers, pointwise, reductions, views  # noqa: F401
+from spmd.bridge.torch.global_tensors import (  # noqa: F401
+    contractions,
+    layers,
+    losses,
+    multihead,
+    norms,
+    pointwise,
+    reductions,
+    views,
+)
+from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, global_tensor
+from spmd.bridge.torch.partitioned.registry import FUNCTIONS
 
 __all__ = ["GlobalTensor", "global_tensor"]
+
+# Layers whose parameters lie in blocks are called so whatever x is.
+_LAYERS = """
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding multi_head_attention_forward
+    batch_norm layer_norm rms_norm group_norm instance_norm
+"""
+FUNCTIONS |= {function: HANDLERS[function] for function in functions_named(_LAYERS)}

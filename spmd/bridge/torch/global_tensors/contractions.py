@@ -11,7 +11,8 @@ import torch
 from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, dims_of, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
-from spmd.functions.movement import relaid, varied
+from spmd.bridge.torch.tensor_state import needs_grad
+from spmd.functions.movement import varied
 from spmd.mesh import here
 from spmd.operators.reduce import psum
 
@@ -24,45 +25,40 @@ def contracted(terms: Sequence[str], out: str, tensors: Sequence[Any]) -> Any:
     terms: the letters of each tensor's dimensions. Where a letter is split in one tensor, its part is taken of the
     others. An axis splits one letter only: that of the largest tensor.
     """
-    lies = _lies(terms, tensors)
-    blocks = []
+    shapes = [_inner(x) for x in tensors]
+    lengths: dict[str, int] = {}
+    for term, shape in zip(terms, shapes, strict=True):
+        for c, n in zip(term, shape, strict=True):
+            lengths[c] = max(n, lengths.get(c, 1)) if n else 0
+    lies = _lies(terms, tensors, lengths)
     worker = here("a global tensor")
+    axes = worker.mesh.axes
     used = {n for dim in lies.values() for n in dim.names}
-    for term, x in zip(terms, tensors, strict=True):
-        shape = x._layout.shape if isinstance(x, GlobalTensor) else tuple(x.shape)
-        target = layout_of_dims(shape, [lies[c] for c in term])
+    blocks = []
+    for term, x, shape in zip(terms, tensors, shapes, strict=True):
+        target = layout_of_dims(
+            shape, [lies[c] if n == lengths[c] else WHOLE for c, n in zip(term, shape, strict=True)]
+        )
         block = block_in(x, shape, target)
-        if isinstance(x, GlobalTensor) and x._layout != target:
-            block = relaid(x._block, x._layout, target)
-        missing = [n for n in worker.mesh.axes if n in used - target.varying]
-        blocks.append(varied(block, missing) if missing and not worker.tracked and block.requires_grad else block)
+        missing = [n for n in axes if n in used - target.varying]
+        blocks.append(varied(block, missing) if missing and not worker.tracked and needs_grad(block) else block)
     y = torch.einsum(f"{','.join(terms)}->{out}", *blocks)
-    summed = tuple(n for n in worker.mesh.axes if any(n in lies[c].names for c in lies if c not in out))
+    summed = tuple(n for n in axes if any(n in dim.names for c, dim in lies.items() if c not in out))
     y = psum(y, summed) if summed else y
-    sizes = {
-        c: n for term, x in zip(terms, tensors, strict=True) for c, n in zip(term, _inner(x), strict=True) if n != 1
-    }
-    return result(y, layout_of_dims([sizes.get(c, 1) for c in out], [lies[c] for c in out]))
+    return result(y, layout_of_dims([lengths[c] for c in out], [lies[c] for c in out]))
 
 
-def _inner(x: Any) -> Sequence[int]:
+def _inner(x: Any) -> tuple[int, ...]:
     return x._layout.shape if isinstance(x, GlobalTensor) else tuple(x.shape)
 
 
-def _lies(terms: Sequence[str], tensors: Sequence[Any]) -> dict[str, Dim]:
+def _lies(terms: Sequence[str], tensors: Sequence[Any], lengths: dict[str, int]) -> dict[str, Dim]:
     """How the dimension of each letter lies."""
-    lies = {c: WHOLE for term in terms for c in term}
-    lengths = {
-        c: max(n for t, x in zip(terms, tensors, strict=True) for e, n in zip(t, _inner(x), strict=True) if e == c)
-        for c in lies
-    }
+    lies = dict.fromkeys(lengths, WHOLE)
     taken: set[str] = set()
-    order = sorted(
-        (k for k, x in enumerate(tensors) if isinstance(x, GlobalTensor)),
-        key=lambda k: -math.prod(tensors[k]._layout.shape),
-    )
-    for k in order:
-        for c, n, dim in zip(terms[k], _inner(tensors[k]), dims_of(tensors[k]), strict=True):
+    split = [(term, x) for term, x in zip(terms, tensors, strict=True) if isinstance(x, GlobalTensor)]
+    for term, x in sorted(split, key=lambda each: -math.prod(each[1]._layout.shape)):
+        for c, n, dim in zip(term, x._layout.shape, dims_of(x), strict=True):
             if dim.names and n == lengths[c] and not lies[c].names and not taken & {*dim.names}:
                 lies[c] = dim
                 taken |= {*dim.names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,18 +13,17 @@ from spmd import functions
 from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.dropout import dropout as spt_dropout
 from spmd.bridge.torch.global_tensors.contractions import joined_linear
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims
-from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
+from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result, whole_layout
 from spmd.bridge.torch.global_tensors.views import own_dims
-from spmd.bridge.torch.partitioned.registry import FUNCTIONS
 from spmd.errors import LayoutError
 from spmd.functions.planned import recorded_layouts
 
 _BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
 
 
-def _joins(x: Any) -> bool:
+def joins(x: Any) -> bool:
     return isinstance(x, GlobalTensor) and len(x._groups) != len(x._layout.shape)
 
 
@@ -50,21 +49,38 @@ def _placed(y: Any, layout: Any) -> Any:
     return result(y, layout)
 
 
-def _whole_operand(x: Any) -> Any:
+def whole_operand(x: Any) -> Any:
     return x.whole() if isinstance(x, GlobalTensor) else x
 
 
 @handles("linear")
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
-    x, w, bias = _named(args, kwargs, "input weight bias")
+    x, w, bias = named(args, kwargs, "input weight bias")
     x, w, bias = as_global(x), as_global(w), as_global(bias)
-    if any(map(_joins, (x, w, bias))):
+    if any(map(joins, (x, w, bias))):
         return joined_linear(x, w, bias)
-    bias = _bias_like(w, bias, 0)
-    return _run(functions.linear, _block(x), _block(w), _block(bias), spec=_spec(x), w_spec=_spec(w))
+    return _plain_linear(x, w, bias, None)
 
 
-def _named(args: Any, kwargs: Any, names: str) -> list[Any]:
+def _plain_linear(x: Any, w: Any, bias: Any, out: Any) -> Any:
+    bias = _block(_bias_like(w, bias, 0))
+    return _run(functions.linear, _block(x), _block(w), bias, spec=_spec(x), w_spec=_spec(w), out_spec=out)
+
+
+def scattered_linear(x: Any, w: Any, bias: Any, dim: int, names: tuple[str, ...]) -> Any:
+    """`F.linear`, whose result is split by axes in a dimension."""
+    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    own = dims_of(x) if isinstance(x, GlobalTensor) else [WHOLE] * x.ndim
+    taken = {*names}
+    dims = [
+        Dim(n) if (n := tuple(n for n in each.names if n not in taken)) != each.names else each for each in own[:-1]
+    ]
+    dims[dim] = Dim(names)
+    target = layout_of_dims((*x.shape[:-1], w.shape[0]), [*dims, WHOLE])
+    return _plain_linear(x, w, bias, target)
+
+
+def named(args: Any, kwargs: Any, names: str) -> list[Any]:
     return [argument(args, kwargs, k, name) for k, name in enumerate(names.split())]
 
 
@@ -76,14 +92,14 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
         return bias.whole() if isinstance(bias, GlobalTensor) and w._layout.spec is not None else bias
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
     if not target.varying:
-        return _whole_operand(bias)
+        return whole_operand(bias)
     return GlobalTensor(block_in(bias, target.shape, target), target)
 
 
 @handles("conv1d conv2d conv3d")
 def _conv(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding dilation groups"
-    x, w, bias, stride, padding, dilation, groups = _named(args, kwargs, names)
+    x, w, bias, stride, padding, dilation, groups = named(args, kwargs, names)
     x, w = as_global(x), as_global(w)
     batched = x.ndim == w.ndim
     x = x if batched else x.unsqueeze(0)
@@ -94,10 +110,10 @@ def _conv(func: Any, args: Any, kwargs: Any) -> Any:
         _block(x),
         _block(w),
         _block(bias),
-        _or(stride, 1),
+        or_default(stride, 1),
         padding if padding is not None else 0,
-        _or(dilation, 1),
-        _or(groups, 1),
+        or_default(dilation, 1),
+        or_default(groups, 1),
         spec=_lies(x, w),
         w_spec=_spec(w),
     )
@@ -109,8 +125,10 @@ def _lies(x: Any, *others: Any) -> Any:
     return _spec(x)
 
 
-def _or(x: Any, default: Any) -> Any:
-    return default if x is None else x if isinstance(x, int) else tuple(x) if len(tuple(x)) != 1 else x[0]
+def or_default(x: Any, default: Any) -> Any:
+    if x is None or isinstance(x, int | float):
+        return default if x is None else x
+    return x[0] if len(tuple(x)) == 1 else tuple(x)
 
 
 def _pairs(padding: Any) -> Any:
@@ -124,23 +142,23 @@ def _pairs(padding: Any) -> Any:
 @handles("conv_transpose1d conv_transpose2d conv_transpose3d")
 def _conv_transpose(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding output_padding groups dilation"
-    x, w, bias, stride, padding, extra, groups, dilation = _named(args, kwargs, names)
+    x, w, bias, stride, padding, extra, groups, dilation = named(args, kwargs, names)
     x, w, bias = as_global(x), as_global(w), as_global(bias)
     batched = x.ndim == w.ndim
     x = x if batched else x.unsqueeze(0)
-    groups = _or(groups, 1)
+    groups = or_default(groups, 1)
     if bias is not None and groups == 1:
         bias = _bias_like(w, bias, 1)
     y = _run(
         functions.conv_transpose,
         _block(x),
         _block(w),
-        _block(_whole_operand(bias) if groups > 1 else bias),
-        _or(stride, 1),
-        _or(_pairs(padding), 0),
-        _or(extra, 0),
+        _block(whole_operand(bias) if groups > 1 else bias),
+        or_default(stride, 1),
+        or_default(_pairs(padding), 0),
+        or_default(extra, 0),
         groups,
-        _or(dilation, 1),
+        or_default(dilation, 1),
         spec=_spec(x),
         w_spec=_spec(w),
     )
@@ -149,18 +167,18 @@ def _conv_transpose(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _pool(function: Any, names: str) -> Callable[..., Any]:
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        given = dict(zip(names.split(), _named(args, kwargs, names), strict=True))
+        given = dict(zip(names.split(), named(args, kwargs, names), strict=True))
         x, window = given.pop("input"), given.pop("kernel_size")
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if v is not None}
         if "padding" in options:
-            options["padding"] = _or(_pairs(options["padding"]), 0)
+            options["padding"] = or_default(_pairs(options["padding"]), 0)
         d = int(func.__name__.removesuffix("_with_indices").rstrip("d")[-1])
         batched = x.ndim == d + 2
         x = x if batched else x.unsqueeze(0)
         indices = options.pop("return_indices", False) or func.__name__.endswith("_with_indices")
         if indices:
             options["return_indices"] = True
-        y = _run(function, x._block, _or(window, window), **options, spec=x._layout)
+        y = _run(function, x._block, or_default(window, window), **options, spec=x._layout)
         parts = y if isinstance(y, tuple) else (y,)
         parts = parts if batched else tuple(p.squeeze(0) for p in parts)
         return parts if indices else parts[0]
@@ -180,7 +198,7 @@ handles("avg_pool2d avg_pool3d")(
 
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d")
 def _adaptive_avg_pool(func: Any, args: Any, kwargs: Any) -> Any:
-    x, size = _named(args, kwargs, "input output_size")
+    x, size = named(args, kwargs, "input output_size")
     d = int(func.__name__[-2])
     size = (size,) * d if isinstance(size, int) or size is None else tuple(size)
     over = list(range(x.ndim - d, x.ndim))
@@ -198,102 +216,12 @@ def _adaptive_avg_pool(func: Any, args: Any, kwargs: Any) -> Any:
     return _run(functions.avg_pool, x._block, window, spec=x._layout)
 
 
-# Norms
-
-
-@handles("batch_norm")
-def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    names = "input running_mean running_var weight bias training momentum eps"
-    x, mean, variance, weight, bias, training, momentum, eps = _named(args, kwargs, names)
-    x = as_global(x)
-    own_dims(func, x, args, kwargs)
-    weight, bias = (_channels(x, p, 1) for p in (weight, bias))
-    running = None if mean is None else tuple(_channels(x, as_global(b), 1) for b in (mean, variance))
-    options = {"training": bool(training), "momentum": _or(momentum, 0.1), "eps": _or(eps, 1e-5)}
-    y = functions.batch_norm(x._block, weight, bias, running, **options, spec=x._layout)
-    if running is None:
-        return result(y, x._layout)
-    y, updated = y
-    if training:
-        for buffer, value in zip((mean, variance), updated, strict=True):
-            _store(buffer, value.detach(), x)
-    return result(y, x._layout)
-
-
-def _channels(x: GlobalTensor, p: Any, d: int) -> Any:
-    """This worker's part of a parameter with an entry for each index of a dimension of x."""
-    if p is None:
-        return None
-    p = as_global(p)
-    target = layout_of_dims(x._layout.shape[d : d + 1], dims_of(x)[d : d + 1])
-    if not target.varying:
-        return _whole_operand(p)
-    return block_in(p, target.shape, target)
-
-
-def _store(buffer: Any, value: torch.Tensor, x: GlobalTensor) -> None:
-    """Write new running statistics, which lie as the channels, to a buffer."""
-    target = layout_of_dims(x._layout.shape[1:2], dims_of(x)[1:2])
-    made = result(value, target)
-    with torch.no_grad():
-        if hasattr(type(buffer), "block_layout"):
-            buffer.copy_(_whole_operand(made))
-        else:
-            buffer.copy_(_whole_operand(made))
-
-
-@handles("layer_norm rms_norm")
-def _layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    root = func.__name__ == "rms_norm"
-    names = "input normalized_shape weight eps" if root else "input normalized_shape weight bias eps"
-    x, shape, weight, *rest = _named(args, kwargs, names)
-    x = as_global(x)
-    own_dims(func, x, args, kwargs)
-    n = 1 if isinstance(shape, int) else len(tuple(shape))
-    target = layout_of_dims(x._layout.shape[-n:], dims_of(x)[-n:])
-    parameters = [_over(p, target) for p in (weight, *rest[:-1])]
-    function = functions.rms_norm if root else functions.layer_norm
-    eps = rest[-1]
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps if root else 1e-5
-    return result(function(x._block, *parameters, eps, ndim=n, spec=x._layout), x._layout)
-
-
-def _over(p: Any, target: Any) -> Any:
-    if p is None:
-        return None
-    p = as_global(p)
-    return _whole_operand(p) if not target.varying else block_in(p, target.shape, target)
-
-
-@handles("group_norm")
-def _group_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    x, groups, weight, bias, eps = _named(args, kwargs, "input num_groups weight bias eps")
-    x = as_global(x)
-    own_dims(func, x, args, kwargs)
-    weight, bias = (_channels(x, p, 1) for p in (weight, bias))
-    y = functions.group_norm(x._block, groups, weight, bias, _or(eps, 1e-5), spec=x._layout)
-    return result(y, x._layout)
-
-
-@handles("instance_norm")
-def _instance_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    names = "input running_mean running_var weight bias use_input_stats momentum eps"
-    x, mean, _, weight, bias, own, _, eps = _named(args, kwargs, names)
-    x = as_global(x)
-    own_dims(func, x, args, kwargs)
-    if mean is not None or own is False:
-        raise unhandled(func, args, kwargs, "statistics of the input: track_running_stats=False")
-    weight, bias = (_channels(x, p, 1) for p in (weight, bias))
-    return result(functions.instance_norm(x._block, weight, bias, _or(eps, 1e-5), spec=x._layout), x._layout)
-
-
 # Sizes
 
 
 @handles("pad")
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
-    x, widths, mode, value = _named(args, kwargs, "input pad mode value")
+    x, widths, mode, value = named(args, kwargs, "input pad mode value")
     own_dims(func, x, args, kwargs)
     pairs = [(0, 0)] * (x.ndim - len(widths) // 2) + list(zip(widths[-2::-2], widths[-1::-2], strict=True))
     mode = {None: "constant", "replicate": "edge", "circular": "wrap"}.get(mode, mode)
@@ -303,10 +231,14 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
 @handles("interpolate upsample")
 def _interpolate(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
-    x, size, scale, mode, align, recompute, antialias = _named(args, kwargs, names)
+    x, size, scale, mode, align, recompute, antialias = named(args, kwargs, names)
     own_dims(func, x, args, kwargs)
     method = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic", None: "nearest"}.get(mode, mode)
-    options = {"align_corners": bool(align), "antialias": bool(antialias), "recompute_scale_factor": bool(recompute)}
+    options: dict[str, Any] = {
+        "align_corners": bool(align),
+        "antialias": bool(antialias),
+        "recompute_scale_factor": bool(recompute),
+    }
     if method == "cubic":
         options["cubic"] = -0.5 if antialias else -0.75
     size = tuple(size) if isinstance(size, list | torch.Size) else size
@@ -320,7 +252,7 @@ def _interpolate(func: Any, args: Any, kwargs: Any) -> Any:
 @handles("scaled_dot_product_attention")
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     names = "query key value attn_mask dropout_p is_causal scale enable_gqa"
-    q, k, v, mask, rate, causal, scale, gqa = _named(args, kwargs, names)
+    q, k, v, mask, rate, causal, scale, gqa = named(args, kwargs, names)
     q, k, v, mask = (as_global(a) for a in (q, k, v, mask))
     if rate:
         return _attention_by_hand(q, k, v, mask, rate, causal, scale, gqa)
@@ -363,7 +295,7 @@ def _attention_by_hand(q: Any, k: Any, v: Any, mask: Any, rate: float, causal: A
 @handles("dropout dropout_ alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d feature_dropout")
 def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
-    x, rate, training, inplace = (args[0], *_named(args[1:], kwargs, "p training inplace"))
+    x, rate, training, _ = (args[0], *named(args[1:], kwargs, "p training inplace"))
     rate = 0.5 if rate is None else rate
     training = (name not in ("dropout",) or func is F.dropout) if training is None else training
     if not training or not rate:
@@ -388,7 +320,7 @@ def _index() -> int:
     return here("a global tensor").index
 
 
-def _varying(x: torch.Tensor, target: Any) -> torch.Tensor:
+def _varying(x: torch.Tensor, target: Any) -> Any:
     from spmd.operators.varying import varying
 
     return varying(x, tuple(n for n in target.axes if n in target.varying))
@@ -396,7 +328,7 @@ def _varying(x: torch.Tensor, target: Any) -> torch.Tensor:
 
 @handles("embedding")
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
-    ids, table, padding, max_norm, norm_type, by_freq, sparse = _named(
+    ids, table, padding, max_norm, _, by_freq, sparse = named(
         args, kwargs, "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     )
     if not isinstance(ids, torch.Tensor):
@@ -409,87 +341,6 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     return _run(functions.embedding, _block(table), _block(ids), padding_idx=padding, **specs)
 
 
-# Losses
-
-
-def _loss(name: str, names: str, renamed: Sequence[tuple[str, str]] = ()) -> None:
-    function = getattr(functions, name)
-
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        given = dict(zip(names.split(), _named(args, kwargs, names), strict=True))
-        x, target = as_global(given.pop("input")), as_global(given.pop("target"))
-        reduction = _reduction(given)
-        options = {new: given[old] for old, new in renamed if given.get(old) is not None}
-        return _loss_of(function, func, x, target, reduction, options, args, kwargs)
-
-    handles(name)(handler)
-
-
-def _reduction(given: dict[str, Any]) -> str:
-    if given.get("size_average") is not None or given.get("reduce") is not None:
-        return F._Reduction.legacy_get_string(given.get("size_average"), given.get("reduce"), emit_warning=False)
-    return given.get("reduction") or "mean"
-
-
-def _loss_of(
-    function: Any, func: Any, x: Any, target: Any, reduction: str, options: Any, args: Any, kwargs: Any
-) -> Any:
-    classes = function in (functions.cross_entropy, functions.nll_loss)
-    if not isinstance(x, GlobalTensor):
-        if classes and target.ndim < x.ndim:
-            c = 1 if x.ndim > 1 else 0
-            dims = [*dims_of(target)[:c], WHOLE, *dims_of(target)[c:]]
-        else:
-            dims = dims_of(target)
-        layout = layout_of_dims(x.shape, dims)
-        x = GlobalTensor(block_in(x, layout.shape, layout), layout)
-    lies, dims = x._layout, own_dims(func, x, args, kwargs)
-    if classes and target.ndim < x.ndim:
-        c = 1 if x.ndim > 1 else 0
-        rest = [d for d in range(x.ndim) if d != c]
-        of_target = layout_of_dims([lies.shape[d] for d in rest], [dims[d] for d in rest])
-    else:
-        of_target = lies
-    out = of_target if classes else lies
-    weight = options.pop("weight", None)
-    if weight is not None and classes:
-        options["weight"] = _channels(x, weight, min(1, x.ndim - 1))
-    elif weight is not None:
-        options["weight"] = block_in(as_global(weight), lies.shape, lies)
-    if options.get("pos_weight") is not None:
-        options["pos_weight"] = block_in(as_global(options["pos_weight"]), lies.shape, lies)
-    y = function(x._block, block_in(target, of_target.shape, of_target), reduction=reduction, **options, spec=lies)
-    return result(y, out) if reduction == "none" else y
-
-
-_WEIGHT = ("weight", "weight")
-_loss("mse_loss", "input target size_average reduce reduction weight", [_WEIGHT])
-_loss("l1_loss", "input target size_average reduce reduction weight", [_WEIGHT])
-_loss("smooth_l1_loss", "input target size_average reduce reduction beta", [("beta", "beta")])
-_loss("huber_loss", "input target reduction delta weight", [("delta", "delta"), _WEIGHT])
-_loss("binary_cross_entropy", "input target weight size_average reduce reduction", [_WEIGHT])
-_loss(
-    "binary_cross_entropy_with_logits",
-    "input target weight size_average reduce reduction pos_weight",
-    [_WEIGHT, ("pos_weight", "pos_weight")],
-)
-_loss("kl_div", "input target size_average reduce reduction log_target", [("log_target", "log_target")])
-_loss(
-    "poisson_nll_loss",
-    "input target log_input full size_average eps reduce reduction",
-    [("log_input", "log_input"), ("full", "full"), ("eps", "eps")],
-)
-_loss(
-    "nll_loss",
-    "input target weight size_average ignore_index reduce reduction",
-    [_WEIGHT, ("ignore_index", "ignore_index")],
-)
-_loss(
-    "cross_entropy",
-    "input target weight size_average ignore_index reduce reduction label_smoothing",
-    [_WEIGHT, ("ignore_index", "ignore_index"), ("label_smoothing", "label_smoothing")],
-)
-
 # Fourier transforms
 
 
@@ -500,7 +351,7 @@ def _transform(name: str) -> None:
     several = name.endswith(("n", "2"))
 
     def handler(func: Any, args: Any, kwargs: Any) -> Any:
-        x, size, axes, norm = _named(args, kwargs, "input s dim norm" if several else "input n dim norm")
+        x, size, axes, norm = named(args, kwargs, "input s dim norm" if several else "input n dim norm")
         own_dims(func, x, args, kwargs)
         options: dict[str, Any] = {"norm": norm, "spec": x._layout}
         size = tuple(size) if isinstance(size, list) else size
@@ -516,12 +367,3 @@ def _transform(name: str) -> None:
 
 for _name in "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn".split():
     _transform(_name)
-
-# Layers whose parameters lie in blocks are called so whatever x is.
-FUNCTIONS |= {
-    function: HANDLERS[function]
-    for function in functions_named(
-        "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding batch_norm layer_norm "
-        "rms_norm group_norm instance_norm"
-    )
-}

@@ -113,7 +113,7 @@ def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Ten
     return varied(block, [n for n in worker.mesh.axes if n in target.varying - part.varying])
 
 
-def _part_of_whole(x: torch.Tensor, part: Layout) -> torch.Tensor:
+def _part_of_whole(x: torch.Tensor, part: Layout) -> Any:
     """This worker's part of a tensor that all workers have."""
     if not part.varying:
         return x

@@ -9,8 +9,8 @@ import torch
 from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims, meeting_dims
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
-from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result
-from spmd.errors import LayoutError, describe
+from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
+from spmd.mesh import here
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -45,12 +45,19 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return first if written is first else _like(first, block)
     operands = [as_global(x) for x in tensors_in(args, kwargs)]
     joined = [x for x in operands if isinstance(x, GlobalTensor)]
-    layout, groups = _meet(func, operands, joined, args, kwargs)
-    if written is not None:
-        _check_target(name, written, layout)
+    if written is None:
+        layout, groups = _meet(func, operands, joined, args, kwargs)
+    else:  # what is written to stays as it lies
+        layout, groups = _of_target(written)
     part = lambda x: _part(x, layout, groups)
     block = func(*(_each(part, a) for a in args), **{k: _each(part, v) for k, v in kwargs.items()})
     return written if written is not None else result(block, layout, groups)
+
+
+def _of_target(x: torch.Tensor) -> tuple[Any, Any]:
+    if isinstance(x, GlobalTensor):
+        return x._layout, x._groups
+    return whole_layout(_size(x)), (1,) * len(_size(x))
 
 
 def _like(x: GlobalTensor, block: Any) -> Any:
@@ -62,11 +69,9 @@ def _like(x: GlobalTensor, block: Any) -> Any:
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("inplace"):
         return True
-    return (
-        (name.endswith("_") and not name.startswith("__") and name != "requires_grad_")
-        or name.startswith("__i")
-        and (name not in ("__invert__",))
-    )
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_") and name != "requires_grad_"
 
 
 def _meet(func: Any, operands: list[Any], joined: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -111,18 +116,6 @@ def _part(x: torch.Tensor, layout: Any, groups: Any) -> torch.Tensor:
             start += n
         x = x.expand(outer).reshape(layout.shape)
     return block_in(x, layout.shape, layout)
-
-
-def _check_target(name: str, target: Any, layout: Any) -> None:
-    if isinstance(target, GlobalTensor) and target._layout == layout:
-        return
-    raise LayoutError.at(
-        f"torch's {name}",
-        argument="self",
-        got=f"{describe(target)}, to take what is laid out by {layout.spec}",
-        need="a global tensor that lies as the result",
-        mend="a new tensor in place of writing: y = x + z",
-    )
 
 
 # What a tensor knows of itself
@@ -190,3 +183,18 @@ def _as_real(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     _refuse_joined(x, "torch.view_as_real")
     return result(func(x._block), layout_of_dims((*x._layout.shape, 2), [*dims_of(x), WHOLE]))
+
+
+@handles("new_zeros new_ones new_empty new_full new_tensor")
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new tensor. Dimensions as long as those of x, from the first on, lie as they do."""
+    x, *given = args
+    if func.__name__ == "new_tensor":
+        return func(x._block, *given, **kwargs)
+    numbers = all(isinstance(n, int) for n in given) and func.__name__ != "new_full"
+    size, rest = (given, []) if numbers else (given[0], given[1:])
+    dims = dims_of(x) if x._layout.spec is not None and len(x._groups) == len(x._layout.shape) else []
+    taken = [d if n == m else WHOLE for d, n, m in zip(dims, x._layout.shape, size, strict=False)]
+    layout = layout_of_dims(size, [*taken, *[WHOLE] * (len(size) - len(taken))])
+    block = func(x._block, layout.block_shape(here("a global tensor").index), *rest, **kwargs)
+    return result(block, layout)

@@ -1,4 +1,4 @@
-"""Functions along dimensions: sums and other reductions over all workers, and functions of dimensions that are whole."""
+"""Functions along dimensions: reductions over all workers, and functions of dimensions that are whole."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.global_tensors.views import normal, own_dims
 from spmd.operators.reduce import pmax, pmin, psum
 
-_OVER_ALL = {"sum": psum, "amax": pmax, "amin": pmin, "max": pmax, "min": pmin}
-
 
 def _axes(dims: Sequence[Dim], over: Sequence[int]) -> tuple[str, ...]:
     return tuple(n for d in over for n in dims[d].names)
@@ -28,89 +26,92 @@ def _reduced_layout(shape: Sequence[int], dims: Sequence[Dim], over: Sequence[in
     return layout_of_dims([n for n, _ in kept], [dim for _, dim in kept])
 
 
-@handles("sum mean amax amin max min var std var_mean std_mean norm vector_norm all any count_nonzero nansum")
+@handles("max min")
+def _largest(func: Any, args: Any, kwargs: Any) -> Any:
+    """The largest entry; of a dimension with its index; of two tensors entry by entry."""
+    if len(args) == 1 and not kwargs:
+        return _reduce(func, args, kwargs)
+    if isinstance(argument(args, kwargs, 1, "other"), torch.Tensor):
+        return {"max": torch.maximum, "min": torch.minimum}[func.__name__](*args, **kwargs)
+    return _along(func, args, kwargs)
+
+
+@handles("sum nansum mean amax amin all any count_nonzero")
 def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
-    x, name = args[0], func.__name__.removeprefix("linalg_")
-    if name in ("max", "min") and (len(args) > 1 or kwargs):
-        if isinstance(argument(args, kwargs, 1, "other"), torch.Tensor):
-            return {"max": torch.maximum, "min": torch.minimum}[name](*args, **kwargs)
-        return _along(func, args, kwargs)
-    if len(x._groups) != len(x._layout.shape):  # over all entries it does not matter how dimensions are joined
-        over = argument(args, kwargs, 2 if "norm" in name else 1, "dim")
-        if over is not None or x._layout.spec is None:
-            raise unhandled(func, args, kwargs)
-        x = GlobalTensor(x._block, x._layout)
-    dims, shape = own_dims(func, x, args, kwargs), x._layout.shape
-    options = dict(kwargs)
-    over = options.pop("dim", None)
-    if "norm" in name:
-        return _norm(func, x, dims, args, kwargs)
-    position = 1
-    if name in ("var", "std") and len(args) > 1 and isinstance(args[1], bool):
-        options["correction"], over = int(args[1]), None  # the older signature: unbiased
-    elif len(args) > position and over is None:
-        over = args[position]
-        if len(args) > position + 1:
-            options["keepdim"] = args[position + 1]
-    given = range(len(shape)) if over is None or over == () or over == [] else [over] if isinstance(over, int) else over
-    over = sorted({normal(d, len(shape)) for d in given})
-    keepdim = bool(options.pop("keepdim", False))
-    if name in ("var", "std", "var_mean", "std_mean"):
-        return _variance(name, x, dims, over, keepdim, options)
+    x, name = args[0], func.__name__
+    over, keepdim, options = _dimensions(args, kwargs, 1)
+    x, dims = _separate(func, x, over, args, kwargs)
+    shape = x._layout.shape
+    over = _normal_dims(over, len(shape))
     axes, out = _axes(dims, over), _reduced_layout(shape, dims, over, keepdim)
+    added = lambda block: psum(block, axes) if axes else block
+    count = math.prod(shape[d] for d in over)
+    if name in ("sum", "nansum"):
+        return result(added(func(x._block, over, keepdim, **options)), out)
     if name == "mean":
-        dtype = options.get("dtype")
-        block = x._block if dtype is None else x._block.to(dtype)
-        total = block.sum(over, keepdim)
-        total = psum(total, axes) if axes else total
-        return result(total / math.prod(shape[d] for d in over) if over else total, out)
+        return result(added(x._block.sum(over, keepdim, **options)) / count if over else x._block, out)
     if name in ("all", "any", "count_nonzero"):
-        block = (x._block != 0).sum(over, keepdim)
-        total = psum(block, axes) if axes else block
-        count = math.prod(shape[d] for d in over)
+        total = added((x._block != 0).sum(over, keepdim))
         return result(total if name == "count_nonzero" else total == count if name == "all" else total > 0, out)
-    if name == "nansum":
-        return result(
-            psum(torch.nansum(x._block, over, keepdim), axes) if axes else torch.nansum(x._block, over, keepdim), out
-        )
-    if name == "sum":
-        block = x._block.sum(over, keepdim, **options)
-        return result(psum(block, axes) if axes else block, out)
-    if any(n == 0 for n in x._block.shape) and axes and all(shape):  # a worker without entries
-        raise unhandled(func, args, kwargs, "entries on every worker for the largest or smallest of all")
-    block = getattr(x._block, "amax" if "max" in name else "amin")(over, keepdim) if over else x._block
-    return result(_OVER_ALL[name](block, axes) if axes else block, out)
+    if axes and any(n < len(cut) for n, cut in ((shape[d], x._layout.cuts[d]) for d in over)):
+        raise unhandled(func, args, kwargs, "entries on every worker, for the largest or smallest of all")
+    largest = "max" in name
+    block = (torch.amax if largest else torch.amin)(x._block, over, keepdim) if over else x._block
+    return result((pmax if largest else pmin)(block, axes) if axes else block, out)
 
 
-def _variance(name: str, x: GlobalTensor, dims: Any, over: list[int], keepdim: bool, options: dict) -> Any:
-    unbiased = options.pop("unbiased", None)
-    correction = options.pop("correction", 1)
-    correction = 1 if correction is None else correction
-    correction = correction if unbiased is None else int(unbiased)
+def _dimensions(args: Any, kwargs: Any, position: int) -> tuple[Any, bool, dict[str, Any]]:
+    """The dimensions of a reduction, whether they stay, and its other options."""
+    options = dict(kwargs)
+    over = options.pop("dim", options.pop("axis", args[position] if len(args) > position else None))
+    keepdim = options.pop("keepdim", args[position + 1] if len(args) > position + 1 else False)
+    return over, bool(keepdim), options
+
+
+def _normal_dims(over: Any, ndim: int) -> list[int]:
+    if over is None or over in ((), []):
+        return list(range(ndim))
+    return sorted({normal(d, ndim) for d in ([over] if isinstance(over, int) else over)})
+
+
+def _separate(func: Any, x: GlobalTensor, over: Any, args: Any, kwargs: Any) -> tuple[GlobalTensor, list[Dim]]:
+    """x and how its dimensions lie. Where all entries are reduced, it does not matter that dimensions are joined."""
+    if over is None and len(x._groups) != len(x._layout.shape):
+        x = GlobalTensor(x._block, x._layout)
+    return x, own_dims(func, x, args, kwargs)
+
+
+@handles("var std var_mean std_mean")
+def _variance(func: Any, args: Any, kwargs: Any) -> Any:
+    x, name = args[0], func.__name__
+    if len(args) > 1 and isinstance(args[1], bool):  # the older signature: unbiased
+        args, kwargs = (x, *args[2:]), {**kwargs, "correction": int(args[1])}
+    over, keepdim, options = _dimensions(args, kwargs, 1)
+    x, _ = _separate(func, x, over, args, kwargs)
+    over = _normal_dims(over, x.ndim)
+    correction = options.get("correction", int(options.get("unbiased", True)))
+    rest = math.prod(x._layout.shape[d] for d in over) - (1 if correction is None else correction)
     mean = x.mean(over, True)
-    deviation = x - mean
-    square = deviation.abs().square() if deviation.is_complex() else deviation.square()
-    count = math.prod(x._layout.shape[d] for d in over)
-    variance = (
-        square.sum(over, keepdim) / max(0, count - correction)
-        if count - correction > 0
-        else square.sum(over, keepdim) * math.nan
-    )
+    square = (x - mean).abs().square()
+    variance = square.sum(over, keepdim) * (1 / rest if rest > 0 else math.nan)
     spread = variance if name.startswith("var") else variance.sqrt()
     return (spread, x.mean(over, keepdim)) if name.endswith("_mean") else spread
 
 
-def _norm(func: Any, x: GlobalTensor, dims: Any, args: Any, kwargs: Any) -> Any:
-    p = argument(args, kwargs, 1, "p", kwargs.get("ord", 2))
+@handles("norm vector_norm")
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    p = argument(args, kwargs, 1, "p", kwargs.get("ord"))
     p = 2 if p in (None, "fro") else p
-    if p not in (1, 2, math.inf) or argument(args, kwargs, 4, "dtype") is not None:
-        raise unhandled(func, args, kwargs, "p = 1, 2 or infinity")
-    over = argument(args, kwargs, 2, "dim")
-    keepdim = bool(argument(args, kwargs, 3, "keepdim", False))
-    over = list(range(x.ndim)) if over is None else over
-    size = x.abs()
+    over, keepdim, options = _dimensions(args, {k: v for k, v in kwargs.items() if k not in ("p", "ord")}, 2)
+    if p not in (0, 1, 2, math.inf) or any(v is not None for v in options.values()):
+        raise unhandled(func, args, kwargs, "p = 0, 1, 2 or infinity, in the dtype of the tensor")
+    x, _ = _separate(func, x, over, args, kwargs)
+    over, size = _normal_dims(over, x.ndim), x.abs()
     if p == math.inf:
         return size.amax(over, keepdim)
+    if p == 0:
+        return (size != 0).to(size.dtype).sum(over, keepdim)
     return size.sum(over, keepdim) if p == 1 else size.square().sum(over, keepdim).sqrt()
 
 
@@ -161,7 +162,8 @@ def _logsumexp(x: GlobalTensor, dims: Sequence[Dim], over: Any, keepdim: bool) -
     out = _reduced_layout(x._layout.shape, dims, over, keepdim)
     if not axes:
         return result(torch.logsumexp(x._block, over, keepdim), out)
-    return result(functions.logsumexp(x._block, tuple(over), keepdims=keepdim, axis_name=axes), out)
+    block: Any = functions.logsumexp(x._block, tuple(over), keepdims=keepdim, axis_name=axes)
+    return result(block, out)
 
 
 @handles("softmax log_softmax")

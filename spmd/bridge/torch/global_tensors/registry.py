@@ -17,7 +17,7 @@ Handler = Callable[[Any, Any, dict[str, Any]], Any]
 HANDLERS: dict[Any, Handler] = {}
 """By the function of torch. A handler gets the function, its positional and its keyword arguments."""
 
-_PLACES = (torch, torch.Tensor, functional, torch.special, torch.linalg, torch.fft, torch._C._nn)
+_PLACES = (torch, torch.Tensor, functional, torch.special, torch.linalg, torch.fft, torch._C._nn)  # type: ignore[attr-defined]
 
 
 def functions_named(names: str) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from spmd.errors import LayoutError, StateError, describe
 from spmd.functions.movement import relaid
 from spmd.layout import Layout, P
 from spmd.mesh import here
+from spmd.operators.reduce import psum
 
 __all__ = ["GlobalTensor", "global_tensor", "lifted", "result", "whole_layout"]
 
@@ -146,6 +147,9 @@ def _refuse_joined(x: Any, what: str) -> None:
 
 def result(block: torch.Tensor, layout: Layout, groups: Sequence[int] | None = None) -> Any:
     """A result by its block: a plain tensor, if the layout splits nothing."""
+    alone = [n for n in state_of_tensor(block).varying - layout.varying if layout.axes.get(n) == 1]
+    if alone:  # over axes of one worker nothing varies
+        block = psum(block, tuple(alone))
     if layout.varying:
         return GlobalTensor(block, layout, groups)
     return block if groups is None else block.reshape(_joined(layout.shape, tuple(groups)))

@@ -120,13 +120,8 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     x, *size = args
     size = size or list(kwargs.values())
-    size = list(
-        size[0].shape
-        if isinstance(size[0], torch.Tensor)
-        else size[0]
-        if len(size) == 1 and not isinstance(size[0], int)
-        else size
-    )
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = size[0].shape if isinstance(size[0], torch.Tensor) else size[0]
     dims, shape = own_dims(func, x, args, kwargs), x._layout.shape
     first = len(size) - len(shape)
     shape_, dims_ = [1] * first + list(shape), [WHOLE] * first + dims
@@ -183,9 +178,7 @@ def reshaped(func: Any, x: GlobalTensor, new: Sequence[int], args: Any, kwargs: 
     for sources, targets in _matched([n for n, _ in old], new):
         made = _regrouped([old[d] for d in sources], [new[d] for d in targets])
         if made is None:
-            raise unhandled(
-                func, args, kwargs, f"a shape that the blocks can take: {list(new)} splits a dimension across them"
-            )
+            raise unhandled(func, args, kwargs, f"a shape that the blocks can take: {list(new)} divides them")
         before, after = made
         aligned += before
         pieces += after
@@ -376,9 +369,8 @@ def _slice_of_joined(
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     x, index = args
     index = list(index) if isinstance(index, tuple) else [index]
-    if not isinstance(x, GlobalTensor) or any(
-        not isinstance(i, int | slice) and i is not None and i is not ... for i in index
-    ):
+    basic = all(isinstance(i, int | slice) or i is None or i is ... for i in index)
+    if not isinstance(x, GlobalTensor) or not basic:
         raise unhandled(func, args, kwargs, "numbers and slices as indices")
     if ... in index:
         at = index.index(...)

@@ -176,7 +176,7 @@ class Layer(ShardedModule):
 
 
 def on_mesh(layout: Layout) -> P | Layout:
-    """A layout by a spec, over all axes of the mesh, as functions of blocks take it; the spec alone for balanced blocks."""
+    """A layout by a spec over all axes of the mesh, for functions of blocks; the spec alone, if blocks are balanced."""
     assert layout.spec is not None
     axes = here("spt.nn").mesh.axes
     lifted = Layout(layout.shape, layout.spec, axes, layout.cuts)

@@ -212,7 +212,9 @@ def _gradient(x: Any, g: Any, state: State) -> Any:
     if g is None:
         return None
     if isinstance(x, PartitionedTensor):
-        g = split_like(g, x._placement)
+        with _disabled():
+            shape = tuple(x.shape)
+        g = split_like(g, x._placement, shape)
         g._state = x._state | state
         return g
     worker = WORKER.get()

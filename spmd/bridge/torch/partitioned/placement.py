@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, layout_for
@@ -109,3 +111,17 @@ def layout_of(where: str, shape: tuple[int, ...], spec: LayoutLike, worker: Work
 def own_placement(layout: Layout, worker: Worker) -> Placement:
     """The placement of this worker's block in a layout."""
     return Placement(layout, worker.group(tuple(layout.axes)).index, context_of(worker))
+
+
+def unpacked_shape(where: str, whole: Any, unpacked: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which a layout splits a whole, checked."""
+    shape = tuple(unpacked)
+    if math.prod(shape) != whole.numel():
+        raise LayoutError.at(
+            where,
+            argument="unpacked",
+            got=f"{list(shape)} for a whole of shape {list(whole.shape)}",
+            need=f"a shape of {whole.numel()} entries, whose dimensions join to that of the whole",
+            mend="(3, n, n) for weights of shape (3 n, n)",
+        )
+    return shape

@@ -8,7 +8,7 @@ handler raises. `__torch_function__` handles states, as that of `Tensor` does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,14 @@ import torch
 from spmd.bridge.torch.function import Function, apply
 from spmd.bridge.torch.functorch import current_level, has_tangent, unwrapped
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
-from spmd.bridge.torch.partitioned.placement import Placement, check_worker, layout_of, own_placement, worker_of
+from spmd.bridge.torch.partitioned.placement import (
+    Placement,
+    check_worker,
+    layout_of,
+    own_placement,
+    unpacked_shape,
+    worker_of,
+)
 from spmd.bridge.torch.partitioned.registry import call, run
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
@@ -96,7 +103,7 @@ class PartitionedTensor(torch.Tensor):
         return _block(self)
 
     def packed_block(self) -> torch.Tensor:
-        """This worker's block, in the shape in which the layout splits it: see `packing` of `Parameter`."""
+        """This worker's block, in the shape in which the layout splits it: see `unpacked` of `Parameter`."""
         return _block(self, packed=True)
 
     def whole(self) -> torch.Tensor:
@@ -116,7 +123,7 @@ class PartitionedTensor(torch.Tensor):
     def like_whole(self, whole: torch.Tensor) -> PartitionedTensor:
         """The tensor with the values of `whole` and the layout of this one. Without gradient."""
         with _disabled():
-            return split_like(whole.detach(), self._placement).clone()
+            return split_like(whole.detach(), self._placement, self.shape).clone()
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         with _disabled():
@@ -146,7 +153,7 @@ class PartitionedTensor(torch.Tensor):
         with _disabled():
             if not self.is_leaf:
                 raise RuntimeError("Only leaf tensors can be pickled: x.detach() before")
-            return _unpickled, (type(self), self._block, self._placement, self.requires_grad)
+            return _unpickled, (type(self), self._block, self._placement, self.requires_grad, tuple(self.shape))
 
     def __tensor_flatten__(self) -> Any:
         return ["_block"], (self._placement, tuple(self.shape), tuple(self.stride()), self._state.varying)
@@ -192,6 +199,9 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
 
     whole: the tensor from which the block is taken, the same on all workers. spec: a spec or a Grid, for balanced
     blocks, or a Layout of the whole. Construct it in a body. Nothing is communicated.
+    unpacked: the shape in which spec splits the whole, for dimensions that are several in one: the weights of queries,
+    keys and values of attention, (3 n, n), lie by `P(None, "model")` with unpacked=(3, n, n), so that each worker has
+    rows of all three. `shape` and gradients stay those of the whole; `packed_block()` is the block in that shape.
 
     It is an `nn.Parameter` of the shape of the whole. Its gradient has its layout. Elementwise functions keep the
     layout, so optimisers work on blocks. Functions that reduce a split dimension (norms, sums), or contract it outside
@@ -206,10 +216,13 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     _is_param = True
 
     @staticmethod
-    def __new__(cls, whole: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Any:
+    def __new__(
+        cls, whole: torch.Tensor, spec: LayoutLike, requires_grad: bool = True, *, unpacked: Sequence[int] | None = None
+    ) -> Any:
         where = "spt.Parameter"
         worker = here(where)
-        layout = layout_of(where, tuple(whole.shape), spec, worker)
+        shape = tuple(whole.shape) if unpacked is None else unpacked_shape(where, whole, unpacked)
+        layout = layout_of(where, shape, spec, worker)
         if isinstance(whole, PartitionedTensor) or state_of_tensor(whole).varying:
             raise StateError.at(
                 where,
@@ -219,8 +232,10 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
                 mend="spt.Parameter.from_block(block, spec) takes this worker's block",
             )
         placement = own_placement(layout, worker)
-        block = plain(whole).detach()[placement.slices].clone(memory_format=torch.contiguous_format)
-        return new_leaf(cls, block, placement, INVARIANT, requires_grad)
+        own = plain(whole).detach()
+        block = own.reshape(shape)[placement.slices].clone(memory_format=torch.contiguous_format)
+        like = None if unpacked is None else own.new_empty(own.shape, device="meta")
+        return new_leaf(cls, block, placement, INVARIANT, requires_grad, like)
 
     @classmethod
     def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
@@ -312,12 +327,13 @@ def with_block(
     return PartitionedTensor(block, placement, shape, strides)
 
 
-def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_grad: bool) -> Any:
+def _unpickled(cls: type, block: torch.Tensor, placement: Placement, requires_grad: bool, shape: Any = None) -> Any:
     """Unpickle. Raises LayoutError on another worker than the one that saved it."""
     worker = WORKER.get()
     if worker is not None:
         placement = Placement(placement.layout, placement.index, context_of(worker))
-    x = new_leaf(cls, block, placement, INVARIANT, requires_grad)
+    like = None if shape in (None, placement.layout.shape) else block.new_empty(shape, device="meta")
+    x = new_leaf(cls, block, placement, INVARIANT, requires_grad, like)
     check_worker(x._placement, worker)
     return x
 
@@ -331,6 +347,8 @@ class _BlockFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: PartitionedTensor) -> torch.Tensor:
         ctx.placement, ctx.state = x._placement, x._state
+        with _disabled():
+            ctx.shape = tuple(x.shape)
         with no_overrides():
             return x._block.detach()
 
@@ -338,8 +356,8 @@ class _BlockFunction(Function):
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         g = plain(g) if isinstance(g, Tensor) else g
         if not torch.is_grad_enabled() and current_level() is None:
-            return _from_block(g, ctx.placement, ctx.state)
-        return _FromBlockFunction.apply(g, ctx.placement, ctx.state)
+            return _from_block(g, ctx.placement, ctx.state, ctx.shape)
+        return _FromBlockFunction.apply(g, ctx.placement, ctx.state, ctx.shape)
 
 
 class _TransformableBlockFunction(Function):
@@ -353,6 +371,8 @@ class _TransformableBlockFunction(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x = unwrapped(inputs[0])
         ctx.placement, ctx.state = x._placement, x._state
+        with _disabled():
+            ctx.shape = tuple(x.shape)
 
     backward = _BlockFunction.backward
 
@@ -361,9 +381,9 @@ class _TransformableBlockFunction(Function):
         return _TransformableBlockFunction.apply(tangent)
 
 
-def _from_block(block: torch.Tensor, placement: Placement, state: State) -> PartitionedTensor:
+def _from_block(block: torch.Tensor, placement: Placement, state: State, shape: Any = None) -> PartitionedTensor:
     with no_overrides():
-        x = PartitionedTensor(block.detach(), placement)
+        x = PartitionedTensor(block.detach(), placement, shape)
     x._state = state
     return x
 
@@ -372,20 +392,20 @@ class _FromBlockFunction(Function):
     """A partitioned tensor from a block: the adjoint of taking the block."""
 
     @staticmethod
-    def forward(block: torch.Tensor, placement: Placement, state: State) -> Any:
-        return _from_block(block, placement, state)
+    def forward(block: torch.Tensor, placement: Placement, state: State, shape: Any) -> Any:
+        return _from_block(block, placement, state, shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.placement = inputs[1]
+        ctx.placement, ctx.shape = inputs[1], inputs[3]
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return _block(split_like(g, ctx.placement)), None, None
+        return _block(split_like(g, ctx.placement, ctx.shape), packed=True), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
-        return _FromBlockFunction.apply(tangent, ctx.placement, INVARIANT)
+        return _FromBlockFunction.apply(tangent, ctx.placement, INVARIANT, ctx.shape)
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
@@ -447,18 +467,23 @@ def _gather_operator(layout: Layout) -> Repartition:
     return Repartition(tuple(layout.axes), layout, Layout(layout.shape, P(), layout.axes))
 
 
-def split_like(g: Any, placement: Placement) -> Any:
-    """A cotangent in the layout of a placement. The cotangent of a sum is a whole."""
+def split_like(g: Any, placement: Placement, shape: Any = None) -> Any:
+    """A cotangent in the layout of a placement. The cotangent of a sum is a whole.
+
+    shape: of the whole, if the layout splits it in another shape.
+    """
     inner = unwrapped(g)
+    layout = placement.layout
     if isinstance(inner, PartitionedTensor):
-        if inner._placement.layout == placement.layout:
+        if inner._placement.layout == layout:
             return g
         # It is whole in some dimensions, as the cotangent of a sum over them.
-        zeros = inner._block.new_zeros(placement.layout.block_shape(placement.index))
+        zeros = inner._block.new_zeros(layout.block_shape(placement.index))
         with _disabled():
-            return g + PartitionedTensor(zeros, placement)
+            return g + PartitionedTensor(zeros, placement, shape)
+    if tuple(g.shape) != layout.shape:
+        g = g.reshape(layout.shape)
     if g.requires_grad and torch.is_grad_enabled():
-        layout = placement.layout
         src = Layout(layout.shape, P(), layout.axes)
         context = placement.context
         worker = WORKER.get()
@@ -466,16 +491,16 @@ def split_like(g: Any, placement: Placement) -> Any:
             context = context_of(worker)
         assert context is not None
         return _FromBlockFunction.apply(
-            apply(Repartition(tuple(layout.axes), src, layout), plain(g), context), placement, INVARIANT
+            apply(Repartition(tuple(layout.axes), src, layout), plain(g), context), placement, INVARIANT, shape
         )
-    return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement)
+    return PartitionedTensor(plain(g).detach()[placement.slices].contiguous(), placement, shape)
 
 
 def with_gradient_layout(x: Any) -> Any:
     """Register a hook by which the gradient of a leaf gets the layout of the leaf."""
     with _disabled():
         if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
-            placement = x._placement
+            placement, shape = x._placement, tuple(x.shape)
             x._follows = True
-            x.register_hook(lambda g: split_like(g, placement))
+            x.register_hook(lambda g: split_like(g, placement, shape))
     return x
