@@ -219,6 +219,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def _abort(text: str) -> None:
     from mpi4py import MPI
 
+    from spmd.transport.processes.job import abort
+
     world = MPI.COMM_WORLD
     Path(os.environ[_INSIDE], str(world.Get_rank())).write_text(text, encoding="utf-8")
-    world.Abort(1)
+    abort(1)
+    world.Abort(1)  # of one process

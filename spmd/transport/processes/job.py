@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import io
 import os
+import signal
 import sys
 import time
 import warnings
@@ -66,6 +67,7 @@ def mpi_world() -> Any:
         return None
     if MPI.COMM_WORLD.Get_size() > 1:
         end_the_job_on_error()
+        _delay_aborts_of_open_mpi(MPI)
     elif several:
         _warn_alone(hint, f"MPI sees one ({MPI.Get_library_version().splitlines()[0].split(',')[0]})")
     return MPI.COMM_WORLD
@@ -261,11 +263,50 @@ def abort(status: int) -> None:
     started = mpi is not None and mpi.Is_initialized()
     if mpi is not None and started:
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            _abort_by_pmix(mpi, status)
             mpi.COMM_WORLD.Abort(status)
     elif "PMI_FD" in os.environ:
         tell_launcher(status)
     elif "spmd.transport.processes.gloo" in sys.modules:
         raw_exit(status)  # torchrun ends the others as soon as it sees that. The usual end of torch takes its time.
+
+
+_END_SECONDS = 10
+"""Seconds in which the launcher ends the processes of a job that was aborted."""
+_OPEN_MPI_DELAY = 3
+"""Seconds in which Open MPI's launcher kills the processes of all hosts: about 1 s, and more on a busy machine."""
+
+
+def _speaks_pmix(mpi: Any) -> bool:
+    """Whether MPI and the launcher of this job use PMIx, as those of Open MPI 5 do."""
+    library = ctypes.CDLL(mpi.__file__)
+    return hasattr(library, "PMIx_Abort") and bool(library.PMIx_Initialized())
+
+
+def _delay_aborts_of_open_mpi(mpi: Any) -> None:
+    """Let Open MPI wait some seconds before it aborts this process, unless the user has set how many.
+
+    Its launcher ends the processes of one host after those of another, so some find their connections closed and abort
+    as well. If a process ends by itself just when its daemon (prted) is about to kill it, the daemon may never record
+    the end, and mpirun waits forever. While it waits, the daemon kills it.
+    """
+    with suppress(ValueError):  # MPI libraries other than Open MPI have no such variable
+        delay = ctypes.c_int.in_dll(ctypes.CDLL(mpi.__file__), "opal_abort_delay")
+        if delay.value == 0 and _speaks_pmix(mpi):
+            delay.value = _OPEN_MPI_DELAY
+
+
+def _abort_by_pmix(mpi: Any, status: int) -> None:
+    """Where the launcher uses PMIx, tell it to end the job, and wait until it kills this process.
+
+    MPI_Abort ends this process at once, in the way that daemons of Open MPI may miss.
+    """
+    if not _speaks_pmix(mpi):
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # No handler of the program runs now,
+    library = ctypes.PyDLL(mpi.__file__)  # and no other thread of Python: PyDLL keeps the interpreter's lock.
+    if library.PMIx_Abort(ctypes.c_int(status), None, None, ctypes.c_size_t(0)) == 0:
+        ctypes.PyDLL(None).sleep(_END_SECONDS)
 
 
 _child = False

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launch import PROGRAMS, TORCHRUN, Ended, launch, mpiexec, run_python
+from launch import OPENMPI, PROGRAMS, TORCHRUN, Ended, launch, mpiexec, run_python
 
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGINT", "SIGTERM", "exit 0", "exit 3", "_exit 0", "_exit 1", "raise")
 MOMENTS = ("import", "imported", "mesh", "inside", "between", "after", "first hook", "last hook")
@@ -334,3 +334,32 @@ def test_variables_of_mpiexec_in_a_plain_shell_are_told(variables, fault):
         assert ended.returncode == 1, str(ended)
         assert fault in ended.stderr, str(ended)
         assert f'"unset {" ".join(sorted(variables))}", or Mesh(..., transport="local")' in ended.stderr
+
+
+def by_open_mpi(test):
+    absent = pytest.mark.skipif(OPENMPI is None, reason="SPMD_TEST_OPENMPI_PYTHON is unset")
+    return pytest.mark.openmpi(pytest.mark.both(absent(test)))
+
+
+def aborted(how: str, **env: str) -> str:
+    """What a job prints of which one process aborts."""
+    ended = launch(PROGRAMS / "aborting.py", how, n=2, python=OPENMPI, **env)
+    assert ended.returncode == 3, str(ended)
+    assert "got through" not in ended.stdout, str(ended)
+    return ended.stdout + ended.stderr
+
+
+@by_open_mpi
+def test_a_process_that_has_aborted_runs_nothing_until_open_mpis_launcher_ends_it():
+    printed = aborted("os._exit")
+    assert "has called os._exit(3)" in printed, printed
+    assert "MPI_ABORT was invoked" not in printed, printed  # which would close its connections
+    assert "handled" not in printed, printed
+
+
+@by_open_mpi
+@pytest.mark.parametrize(("env", "seconds"), [({}, 3), ({"OMPI_MCA_mpi_abort_delay": "1"}, 1)])
+def test_open_mpi_itself_aborts_after_a_while(env, seconds):
+    printed = aborted("MPI_Abort", **env)
+    assert f"Delaying for {seconds} seconds before aborting" in printed, printed
+    assert "MPI_ABORT was invoked" in printed, printed
