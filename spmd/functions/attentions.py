@@ -73,9 +73,10 @@ def attention(
       divide evenly, and bring the result back (DeepSpeed-Ulysses). Four all-to-alls; backward four.
     - "ring": each worker keeps its queries, and blocks of keys and values go round. With n blocks, n - 1 messages of k
       and as many of v from each worker; backward also n of each of their cotangents. No worker holds more than its own
-      blocks and those that pass. If it is causal, the positions are dealt out first, in an exchange: each worker gets
-      one of the first n and one of the last n of 2n pieces, so that all have as much to compute; the result goes back.
-      It holds these pieces of q, k, v and the result beside its blocks.
+      blocks and those that pass. If it is causal, the workers at places i and n - 1 - i of the ring first swap the
+      second halves of their blocks, so that all have as much to compute: a message each of q, k and v, and of the
+      result, which goes back; backward five and three. While a worker computes it also holds the half of q, and of the
+      cotangent of the result, that it got. Blocks of uneven lengths are made even before, and the result is as q.
     - None: "heads" where no sequence of q is split; else "sequence" if there are as many heads as workers, or "ring".
 
     The score matrix is never held: it is computed by tiles, backward again, from the log-sum-exp of each row. Tiles
@@ -119,7 +120,7 @@ def _local(arrays: tuple, options: Options) -> Any:
     heads, (rows, columns) = q.shape[-3], (q.shape[-2], k.shape[-2])
     runs = runs_of_heads((0, heads), heads // k.shape[-3] if heads else 1)
     part = Part(((0, rows),), ((0, columns),), runs, options.causal, options.scale_for(q.shape[-1]))
-    return local(q, "attentions").ruled(Ring((part,)), q, k, v, bias, mask)
+    return local(q, "attentions").ruled(Ring(((part,),)), q, k, v, bias, mask)
 
 
 def _check(name: str, array: Any, q: Any) -> None:

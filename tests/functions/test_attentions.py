@@ -180,13 +180,17 @@ def test_as_in_torch(dtype, causal):
         np.testing.assert_allclose(y, theirs.numpy(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("n", [64, 1000, 4096])
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
-def test_a_causal_ring_is_balanced(n, workers):
+@pytest.mark.parametrize("n", [128, 1000])
+@pytest.mark.parametrize("workers", range(2, 9))
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_causal_ring_is_balanced(n, workers, uneven):
     """Entries of the score matrix that are not masked, counted per worker and per shift."""
-    whole = Layout((1, n, 4), P(None, "x"), {"x": workers})
+    cuts = [None, (n - workers + 2, 0, *[1] * (workers - 2)), None] if uneven else None
+    whole = Layout((1, n, 4), P(None, "x"), {"x": workers}, cuts)
     plan = attention_plan("attention", whole, whole, whole, None, None, Options(True, None, "ring"), None)
-    counts = np.array([[plan.part(w, s).allowed().sum() for s in range(workers)] for w in range(workers)])
+    counts = np.array(
+        [[sum(p.allowed().sum() for p in plan.parts(w, s)) for s in range(workers)] for w in range(workers)]
+    )
     assert counts.sum() == n * (n + 1) // 2
     totals, steps = counts.sum(1), counts[:, 1:]
     assert totals.max() <= 1.1 * totals.mean()
@@ -199,13 +203,12 @@ def test_empty_tiles_are_skipped():
     layout = Layout((1, n, 4), P(), {"x": 1})
     for causal, most in ((False, 1.0), (True, 0.6)):
         plan = attention_plan("attention", layout, layout, layout, None, None, Options(causal, None, "heads"), None)
-        assert plan.part(0, 0).work() <= most * n * n
+        assert plan.parts(0, 0)[0].work() <= most * n * n
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_of_a_ring(causal):
-    """On 4 workers each holds a quarter of what one worker does alone, and two blocks of keys and of values that pass;
-    if it is causal, q, k, v and the result in the pieces that are dealt out too."""
+    """On 4 workers each holds at most a quarter of what one worker does alone, and two blocks: of keys and values."""
     n, d = 8192, 16
     rng = np.random.default_rng(4)
     q, k, v = operands(rng, n, 1, 1, d)
@@ -222,7 +225,7 @@ def test_memory_of_a_ring(causal):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     block = n * d * 8 // 4
-    assert peaks[1] / 4 <= peaks[0] / 4 + (2 * 2 + 4 * causal) * block
+    assert peaks[1] / 4 <= peaks[0] / 4 + 2 * block
 
 
 @pytest.mark.parametrize("workers", [2, 4])
