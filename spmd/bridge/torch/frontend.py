@@ -35,7 +35,7 @@ class TorchFrontend:
 
     @cached_property
     def namespace(self) -> Any:
-        return import_module("array_api_compat.torch")
+        return import_module("spmd.bridge.torch.namespace")
 
     def local(self, family: str) -> Any:
         if family not in self._families:
