@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
+from spmd.functions.arguments import layer
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
@@ -29,6 +30,7 @@ _OTHER_NAMES = {"zeros": "zero", "constant": "zero", "circular": "periodic", "wr
 
 
 @api_boundary
+@layer
 def conv(
     x,
     w,
@@ -92,6 +94,7 @@ def conv(
 
 
 @api_boundary
+@layer
 def conv_transpose(
     x,
     w,

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import SpecError, describe
+from spmd.functions.arguments import layer
 from spmd.functions.layouts import check_split, checked_target, lie_on_grid, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
@@ -28,6 +29,7 @@ Shape = tuple[int, ...]
 
 
 @api_boundary
+@layer
 def linear(
     x,
     w,

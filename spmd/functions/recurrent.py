@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from spmd.errors import SpecError, describe
+from spmd.functions.arguments import layer
 from spmd.functions.local import local, namespace
 from spmd.functions.planned import Operand, is_split, run_layer
 from spmd.functions.recurrent_packed import PackedRows
@@ -32,6 +33,7 @@ __all__ = ["gru", "lstm", "rnn"]
 
 
 @api_boundary
+@layer
 def rnn(
     x,
     h0,
@@ -85,6 +87,7 @@ def rnn(
 
 
 @api_boundary
+@layer
 def lstm(
     x,
     state,
@@ -130,6 +133,7 @@ def lstm(
 
 
 @api_boundary
+@layer
 def gru(
     x,
     h0,

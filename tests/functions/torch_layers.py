@@ -59,6 +59,13 @@ def as_layout(lies: P | Layout, shape: Sequence[int], mesh: spmd.Mesh) -> Layout
     return lies if isinstance(lies, Layout) else mesh.layout(tuple(shape), lies)
 
 
+def axes_of(lies: P | Layout) -> tuple[str, ...]:
+    """The axes along which an array varies that lies so."""
+    if isinstance(lies, P):
+        return lies.axes
+    return tuple(lies.axes) if lies.spec is None else lies.spec.axes
+
+
 def place_weighted(result: Callable[..., Sequence[int]], bias: Callable[[Layout], Layout], whole: Sequence[int] = ()):
     """x, weights and a bias that lies as these do, and a result of the shape result(x, w), each anyhow."""
 
@@ -67,9 +74,7 @@ def place_weighted(result: Callable[..., Sequence[int]], bias: Callable[[Layout]
         spec, w_spec = random_layout(rng, x.shape, mesh), random_layout(rng, w.shape, mesh, whole=whole)
         out = random_layout(rng, result(x, w), mesh)
         own = as_layout(w_spec, w.shape, mesh)
-        return Lies(
-            [spec, w_spec, *[bias(own)] * len(more)], {"spec": spec, "w_spec": w_spec, "out_spec": out}, out
-        )
+        return Lies([spec, w_spec, *[bias(own)] * len(more)], {"spec": spec, "w_spec": w_spec, "out_spec": out}, out)
 
     return place
 
@@ -117,6 +122,14 @@ def place_classes(reduction: str):
         return Lies([spec, rows], {"spec": spec}, rows if reduction == "none" else P())
 
     return place
+
+
+def place_weighted_classes(rng: np.random.Generator, arrays: Arrays, mesh: spmd.Mesh) -> Lies:
+    """As `place_classes`, with weights that lie as the classes; whole for a grid."""
+    specs, options, out = place_classes("mean")(rng, arrays, mesh)
+    layout = as_layout(specs[0], arrays[0].shape, mesh)
+    weight = P() if layout.spec is None else params_of(layout, (1,))
+    return Lies([*specs, weight], options, out)
 
 
 def loss(name: str, reduction: str, draw: Callable[..., Arrays], place=place_alike, fixed=(), **options) -> TorchLayer:
@@ -348,6 +361,13 @@ LAYERS: dict[str, TorchLayer] = {
     "poisson_nll_loss": loss("poisson_nll_loss", "mean", normal((5, 4), (5, 4))),
     "cross_entropy": loss("cross_entropy", "mean", logits_and_labels, place_classes, (1,)),
     "cross_entropy, none": loss("cross_entropy", "none", logits_and_labels, place_classes, (1,), label_smoothing=0.2),
+    "cross_entropy, weights": TorchLayer(
+        lambda x, labels, w, **specs: functions.cross_entropy(x, labels, weight=w, label_smoothing=0.2, **specs),
+        lambda x, labels, w: torch_functional("cross_entropy")(x, labels, w, label_smoothing=0.2),
+        lambda rng: [*logits_and_labels(rng), rng.uniform(0.5, 2, 6)],
+        place_weighted_classes,
+        (1, 2),
+    ),
     "cross_entropy of distributions": loss("cross_entropy", "mean", normal((5, 6, 3), (5, 6, 3))),
     "nll_loss": loss("nll_loss", "mean", logits_and_labels, place_classes, (1,)),
     "embedding": embedding(),

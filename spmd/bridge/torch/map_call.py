@@ -21,7 +21,7 @@ from spmd.bridge.torch.map_function import MapFunction, MapRun, is_differentiate
 from spmd.bridge.torch.rng import BodyMode
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
-from spmd.bridge.torch.thread_settings import thread_state, torch_threads
+from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads
 from spmd.bridge.torch.worker_context import WorkerContext
 from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, TransportError, describe
@@ -58,6 +58,7 @@ class MapCall:
         self.diff_results: list[int] = []
         self.specs: list[Layout | None] = []
         self.own_run: MapRun | None = None
+        self.autocast = autocast_state()  # backward, which may run f again, is called outside of it
 
     def result(self) -> Any:
         """Run the map. Record it in the graph of the caller if an argument or a captured tensor is differentiated."""
@@ -321,7 +322,8 @@ class MapCall:
             if not values[k].requires_grad:
                 values[k] = values[k].detach().requires_grad_()
         args, kwargs = self.rebuild(values)
-        returned, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
+        with self.autocast():
+            returned, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
         worker = WORKER.get()
         assert worker is not None
         return [self._in_promised_state(worker, returned[k], returned[k].value) for k in self.diff_results], [

@@ -8,19 +8,35 @@ from typing import Any
 
 import torch
 
+_KINDS = "cpu", "cuda"
 
-def thread_state(*, enabled: bool) -> Callable[[], Any]:
-    """The settings of the calling thread, as a context that sets them in the threads of workers."""
-    inference = torch.is_inference_mode_enabled()
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+def autocast_state() -> Callable[[], Any]:
+    """The autocast of the calling thread, as a context that sets it in any thread."""
+    dtypes = {kind: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in _KINDS}
     cache = torch.is_autocast_cache_enabled()
 
     @contextmanager
     def local() -> Any:
         with ExitStack() as stack:
+            for kind, dtype in dtypes.items():
+                enabled = dtype is not None
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
+            yield
+
+    return local
+
+
+def thread_state(*, enabled: bool) -> Callable[[], Any]:
+    """The settings of the calling thread, as a context that sets them in the threads of workers."""
+    inference, autocast = torch.is_inference_mode_enabled(), autocast_state()
+
+    @contextmanager
+    def local() -> Any:
+        with ExitStack() as stack:
             stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(enabled))
-            for kind, dtype in autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            stack.enter_context(autocast())
             yield
 
     return local
