@@ -13,7 +13,7 @@ from spmd.functions.arguments import layer
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
-from spmd.functions.layouts import as_operand, check_split, lie_on_grid
+from spmd.functions.layouts import as_operand, check_dtypes, check_split, lie_on_grid
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.kernels.windows import output_length
@@ -83,6 +83,7 @@ def conv(
     """
     where = "spmd.functions.conv"
     x, w, groups = _arrays(where, x, w, groups)
+    check_dtypes(where, x, w=w, bias=bias)
     options = _plain(where, x, w, stride, padding, dilation, groups)
     operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=False)
     if out_spec is None and not is_split(*operands):
@@ -128,6 +129,7 @@ def conv_transpose(
     """
     where = "spmd.functions.conv_transpose"
     x, w, groups = _arrays(where, x, w, groups)
+    check_dtypes(where, x, w=w, bias=bias)
     if isinstance(padding, str) and padding.upper() != "VALID":
         need = "numbers: the length of the result is not known beforehand"
         raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")

@@ -13,7 +13,7 @@ _NARROW = {"attention", "conv", "conv_transpose", "gru", "linear", "lstm", "rnn"
 """Layers that torch computes in the dtype of autocast."""
 _WIDE = {
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss"),
-    *("mse_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "softmax_cross_entropy"),
+    *("mse_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "softmax_cross_entropy", "spectral_conv"),
 }
 """Layers that torch computes in float32."""
 _WIDE_ON_DEVICES = {"group_norm", "layer_norm", "rms_norm"}

@@ -21,7 +21,7 @@ from spmd.bridge.torch.map_function import MapFunction, MapRun, is_differentiate
 from spmd.bridge.torch.rng import BodyMode
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
-from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads
+from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads, without_autocast
 from spmd.bridge.torch.worker_context import WorkerContext
 from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, TransportError, describe
@@ -262,7 +262,7 @@ class MapCall:
         paths = [f"the gradient of {self.leaves[k].path}" for k in self.diff_arguments]
         paths += [f"the gradient of a tensor that f closes over, of shape {list(x.shape)}" for x in run.leaves]
         specs = [self.leaves[k].spec for k in self.diff_arguments] + [P()] * len(run.leaves)
-        local = thread_state(enabled=False)
+        local = thread_state(enabled=False, autocast=False)  # in the dtypes of the forward pass
 
         def backward(worker: Worker) -> BodyResults:
             context = run.contexts[worker.index]
@@ -288,7 +288,7 @@ class MapCall:
         diff_arguments, captured = self.diff_arguments, list(diff_values[len(self.diff_arguments) :])
 
         def body(arguments: list, cotangents: list) -> tuple:
-            with torch.enable_grad():
+            with torch.enable_grad(), without_autocast():
                 outputs, wrt = self._graph(arguments, captured)
                 pairs = [(plain(e), plain(g)) for e, g in zip(outputs, cotangents, strict=True)]
                 grads = _gradients(pairs, wrt, [], differentiable=True)
@@ -302,7 +302,7 @@ class MapCall:
         in the cotangents, so the pullback of the pullback is the derivative."""
 
         def body(arguments: list, tangents: list) -> tuple:
-            with torch.enable_grad():
+            with torch.enable_grad(), without_autocast():
                 outputs, wrt = self._graph(arguments, [])
                 zeros = [torch.zeros_like(plain(e)).requires_grad_() for e in outputs]
                 grads = _gradients(
