@@ -57,7 +57,7 @@ def floating_operand(where: str, argument: str, x: Any) -> Any:
 
 
 def check_dtypes(where: str, x: Any, **others: Any) -> None:
-    """Raise unless these tensors are of the dtype of x. Other libraries than NumPy do not promote operands of layers."""
+    """Raise unless these arrays of a library other than NumPy are of the dtype of x: it does not promote operands."""
     for argument, other in others.items():
         if other is not None and frontend(other) is not None and dtype_of(other) != dtype_of(x):
             got, need = describe(other), f"the dtype of x, {dtype_of(x)}"
