@@ -82,8 +82,7 @@ def conv(
     Source: Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning", 2020.
     """
     where = "spmd.functions.conv"
-    x, w, groups = _arrays(where, x, w, groups)
-    check_dtypes(where, x, w=w, bias=bias)
+    x, w, groups = _arrays(where, x, w, bias, groups)
     options = _plain(where, x, w, stride, padding, dilation, groups)
     operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=False)
     if out_spec is None and not is_split(*operands):
@@ -128,8 +127,7 @@ def conv_transpose(
     Arguments as in torch.nn.functional.conv_transpose2d.
     """
     where = "spmd.functions.conv_transpose"
-    x, w, groups = _arrays(where, x, w, groups)
-    check_dtypes(where, x, w=w, bias=bias)
+    x, w, groups = _arrays(where, x, w, bias, groups)
     if isinstance(padding, str) and padding.upper() != "VALID":
         need = "numbers: the length of the result is not known beforehand"
         raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
@@ -332,12 +330,13 @@ def _transposed_geometry(
     return Geometry(x[2:], outputs, w[2:], strides, padding, dilations, groups, transposed=True)
 
 
-def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
+def _arrays(where: str, x: Any, w: Any, bias: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
     x, w = (
         as_operand(where, name, a, "fc", "floating or complex numbers", f"{name}.astype(float)")
         for name, a in (("x", x), ("w", w))
     )
+    check_dtypes(where, x, w=w, bias=bias)
     check_spatial(where, x)
     if w.ndim != x.ndim:
         raise _wrong_kernel(where, describe(w), describe(x), x.ndim - 2)

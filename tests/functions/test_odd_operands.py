@@ -1,5 +1,5 @@
-"""Operands of layers that are views, of short or other dtypes, frozen, empty or of a wrong rank, against torch's layers:
-the result is torch's, or an error says what was needed."""
+"""Operands of layers that are views, of short or other dtypes, frozen, empty or of a wrong rank: the result is that of
+torch's layer, or an error says what was needed."""
 
 from __future__ import annotations
 
