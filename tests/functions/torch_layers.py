@@ -280,7 +280,7 @@ def pool(name: str) -> TorchLayer:
 
 def pad(mode: str) -> TorchLayer:
     return TorchLayer(
-        partial(functions.pad, widths={2: (2, 1), 3: (1, 2)}, mode=mode),
+        partial(functions.pad, widths={-2: (2, 1), -1: (1, 2)}, mode=mode),
         lambda x: torch_functional("pad")(x, (1, 2, 2, 1), mode=mode),
         normal((2, 3, 7, 6)),
         place_alone(lambda x: (*x.shape[:2], x.shape[2] + 3, x.shape[3] + 3)),
