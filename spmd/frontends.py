@@ -7,7 +7,7 @@ methods is the `spmd.mesh.Worker` that runs the body.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,10 @@ class Frontend(Protocol):
 
     def local(self, family: str) -> Any:
         """The module of a family of local functions: see `spmd.functions.local`."""
+        ...
+
+    def run_layer(self, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """layer(*args, **kwargs), with the arrays in the dtypes in which the library computes such a layer."""
         ...
 
     def begin(self, op: Any, x: Any, worker: Any, frame: FrameType | None) -> Callable[[], Any]:

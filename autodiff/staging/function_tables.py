@@ -33,7 +33,10 @@ BY_VALUE = {
 """Functions whose results may have shapes that depend on values."""
 IN_PLACE = {"fill", "sort", "partition", "put", "itemset", "resize"}
 RAW = {"tobytes", "tofile", "dump", "dumps", "data", "ctypes", "__array_interface__"}
-PLAIN = {np.concatenate, np.max, np.mean, np.min, np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like}
+PLAIN = {
+    *(np.concatenate, np.copy, np.full_like, np.max, np.mean, np.min),
+    *(np.ones_like, np.prod, np.stack, np.sum, np.where, np.zeros_like),
+}
 """Functions whose results are never views of their arguments. The same holds for ufuncs and kernels."""
 METADATA = {"base", "device", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
 """Attributes of an array that are no arrays."""

@@ -102,7 +102,7 @@ class Region:
                 varying |= self.produced
             else:
                 program.lines.append(line)
-        own = {i for line in self.lines if line.fresh for _, i in line.parts}
+        own = _own(self.lines)
         if not own.issuperset(i for line in self.lines if line.writes for i in _targets(line)):
             raise Unrollable
         program.steps.inside.update(dict.fromkeys((*self.inputs, *self.produced), self))
@@ -127,6 +127,15 @@ def _refs(outputs: Iterable[Any]) -> list[Any]:
 def _targets(line: Line) -> list[int]:
     """The numbers of the values that a line writes into."""
     return refs(line.kwargs["out"]) if "out" in line.kwargs else refs(line.args[:1])
+
+
+def _own(lines: Sequence[Line]) -> set[int]:
+    """The numbers of the new arrays that lines make, and of their entries x[index], which may be views of them."""
+    own: set[int] = set()
+    for line in lines:
+        if line.fresh or (line.form == "item" and own.issuperset(line.used)):
+            own.update(i for _, i in line.parts)
+    return own
 
 
 def _changed(lines: Sequence[Line]) -> set[int]:

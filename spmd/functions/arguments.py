@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -23,11 +24,15 @@ __all__ = [
     "as_number",
     "cast",
     "is_traced",
+    "layer",
     "normalized_axes",
     "normalized_axis",
     "require_invariant",
     "require_varying",
 ]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def as_array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
@@ -134,6 +139,17 @@ def as_number(where: str, argument: str, x: Any, low: float, high: float) -> flo
         need = f"a number from {low} to {high}" if high != np.inf else f"a number, at least {low}"
         raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=f"{argument}={low}")
     return float(x)
+
+
+def layer(fun: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A layer: on arrays of other libraries it computes in the dtypes that these have for it, as under autocast."""
+
+    @wraps(fun)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        other = frontend(args[0] if args else next(iter(kwargs.values()), None))
+        return fun(*args, **kwargs) if other is None else other.run_layer(fun, args, kwargs)
+
+    return run
 
 
 def is_traced(x: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
-from spmd.functions.arguments import as_number
+from spmd.functions.arguments import as_number, layer
 from spmd.functions.attention_plans import Options, Ring, attention_plan, with_dimensions
 from spmd.functions.attention_tiles import Part, runs_of_heads
 from spmd.functions.layouts import dtype_of
@@ -34,6 +34,7 @@ _SHAPES = {
 
 
 @api_boundary
+@layer
 def attention(
     q,
     k,

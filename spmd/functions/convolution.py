@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import LayoutError, SpecError, describe
+from spmd.functions.arguments import layer
 from spmd.functions.convolution_geometry import Geometry, with_bias
 from spmd.functions.convolution_plans import GridPlan, SpecPlan, bias_layout
 from spmd.functions.convolution_specs import without_batch, without_channels
-from spmd.functions.layouts import as_operand, check_split, lie_on_grid
+from spmd.functions.layouts import as_operand, check_dtypes, check_split, lie_on_grid
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension
 from spmd.kernels.windows import output_length
@@ -29,6 +30,7 @@ _OTHER_NAMES = {"zeros": "zero", "constant": "zero", "circular": "periodic", "wr
 
 
 @api_boundary
+@layer
 def conv(
     x,
     w,
@@ -80,7 +82,7 @@ def conv(
     Source: Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning", 2020.
     """
     where = "spmd.functions.conv"
-    x, w, groups = _arrays(where, x, w, groups)
+    x, w, groups = _arrays(where, x, w, bias, groups)
     options = _plain(where, x, w, stride, padding, dilation, groups)
     operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=False)
     if out_spec is None and not is_split(*operands):
@@ -92,6 +94,7 @@ def conv(
 
 
 @api_boundary
+@layer
 def conv_transpose(
     x,
     w,
@@ -124,7 +127,7 @@ def conv_transpose(
     Arguments as in torch.nn.functional.conv_transpose2d.
     """
     where = "spmd.functions.conv_transpose"
-    x, w, groups = _arrays(where, x, w, groups)
+    x, w, groups = _arrays(where, x, w, bias, groups)
     if isinstance(padding, str) and padding.upper() != "VALID":
         need = "numbers: the length of the result is not known beforehand"
         raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
@@ -327,12 +330,13 @@ def _transposed_geometry(
     return Geometry(x[2:], outputs, w[2:], strides, padding, dilations, groups, transposed=True)
 
 
-def _arrays(where: str, x: Any, w: Any, groups: Any) -> tuple[Any, Any, int]:
+def _arrays(where: str, x: Any, w: Any, bias: Any, groups: Any) -> tuple[Any, Any, int]:
     """The arrays and the number of groups, checked as far as they need no other argument."""
     x, w = (
         as_operand(where, name, a, "fc", "floating or complex numbers", f"{name}.astype(float)")
         for name, a in (("x", x), ("w", w))
     )
+    check_dtypes(where, x, w=w, bias=bias)
     check_spatial(where, x)
     if w.ndim != x.ndim:
         raise _wrong_kernel(where, describe(w), describe(x), x.ndim - 2)

@@ -12,7 +12,7 @@ from spmd.autodiff.staging.recorder import checked, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.frontends import frontend
-from spmd.functions.arguments import as_floating, as_number, require_invariant, require_varying
+from spmd.functions.arguments import as_floating, as_number, layer, require_invariant, require_varying
 from spmd.functions.layouts import dtype_of, floating_operand, layout_of_operand
 from spmd.functions.local import local, namespace
 from spmd.functions.losses import check_block, layout_of_values, run_by_specs, spec_of
@@ -31,6 +31,7 @@ __all__ = ["cross_entropy", "nll_loss", "softmax_cross_entropy"]
 
 
 @api_boundary
+@layer
 def softmax_cross_entropy(
     logits,
     labels,
@@ -141,7 +142,7 @@ def _against_distributions(o: _Options, logits, t, axis_name: AxisName | None, w
     if axis_name is None:
         return lib.of_distributions(logits, t)
     names = require_varying(o.where, logits, axis_name, _split_argument(o))
-    y = logits - xp.expand_dims(lib.log_total(logits, names, o.where), axis=-1)
+    y = logits - xp.expand_dims(varied(lib.log_total(logits, names, o.where), names), axis=-1)
     terms = xp.where(t == 0, xp.zeros_like(t), t) * xp.where(t == 0, xp.zeros_like(y), y)
     return in_dtype(-psum(xp.sum(terms, axis=-1), names), dtype_of(logits))
 
@@ -253,6 +254,7 @@ def _own_or_none(labels: Any, classes: int) -> Any:
 
 
 @api_boundary
+@layer
 def cross_entropy(
     x,
     target,
@@ -288,6 +290,7 @@ def cross_entropy(
 
 
 @api_boundary
+@layer
 def nll_loss(x, target, *, weight=None, ignore_index: int = -100, reduction: str = "mean", spec: Spec | None = None):
     """-weight[target] x[target], for logarithms x of probabilities: `cross_entropy` of what `log_softmax` gives.
 

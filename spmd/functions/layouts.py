@@ -20,6 +20,7 @@ from spmd.transport.call import Call
 
 __all__ = [
     "as_operand",
+    "check_dtypes",
     "check_spec",
     "check_split",
     "checked_target",
@@ -45,14 +46,22 @@ def as_operand(where: str, argument: str, x: Any, kinds: str, need: str, mend: s
     if value is None and frontend(x) is None:
         return as_array(where, argument, x, kinds, need, mend)
     if kind_of_dtype(dtype_of(x) if value is None else value.dtype) not in kinds:
+        mend = mend if value is not None else mend.replace(".astype(float)", ".double()")
         raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
     return x
 
 
 def floating_operand(where: str, argument: str, x: Any) -> Any:
     """x, if it is an array of real floating-point numbers: of any library, or a global one."""
-    mend = f"{argument}.double()" if frontend(x) is not None else f"{argument}.astype(float)"
-    return as_operand(where, argument, x, "f", "real floating-point numbers", mend)
+    return as_operand(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
+
+
+def check_dtypes(where: str, x: Any, **others: Any) -> None:
+    """Raise unless these arrays of a library other than NumPy are of the dtype of x: it does not promote operands."""
+    for argument, other in others.items():
+        if other is not None and frontend(other) is not None and dtype_of(other) != dtype_of(x):
+            got, need = describe(other), f"the dtype of x, {dtype_of(x)}"
+            raise SpecError.at(where, argument=argument, got=got, need=need, mend=f"{argument}.to(x.dtype)")
 
 
 def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shape: Any = None) -> Layout:

@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import as_number
+from spmd.functions.arguments import as_number, layer
 from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.movement import varied
@@ -216,6 +216,7 @@ def _made(name: str, terms: str, reduction: str, *options: Any, more: tuple[str,
 
 
 @api_boundary
+@layer
 def l1_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
     """|x - target|, entry by entry, or the sum or the mean of it.
 
@@ -236,6 +237,7 @@ def l1_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | Non
 
 
 @api_boundary
+@layer
 def mse_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
     """(x - target)^2: arguments, cost and errors as `l1_loss`. Derivative's adjoint: 2 g (x - target).
 
@@ -246,6 +248,7 @@ def mse_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | No
 
 
 @api_boundary
+@layer
 def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spec: Spec | None = None):
     """With d = |x - target|: d^2 / (2 beta) where d < beta, d - beta / 2 elsewhere. `huber_loss` divided by beta.
 
@@ -257,6 +260,7 @@ def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spe
 
 
 @api_boundary
+@layer
 def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float = 1.0, spec: Spec | None = None):
     """With d = |x - target|: d^2 / 2 where d <= delta, delta (d - delta / 2) elsewhere.
 
@@ -271,6 +275,7 @@ def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float 
 
 
 @api_boundary
+@layer
 def binary_cross_entropy(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
     """-(target log(x) + (1 - target) log(1 - x)), for probabilities x. Logarithms below -100 count as -100.
 
@@ -282,6 +287,7 @@ def binary_cross_entropy(x, target, *, weight=None, reduction: str = "mean", spe
 
 
 @api_boundary
+@layer
 def binary_cross_entropy_with_logits(
     x, target, *, weight=None, reduction: str = "mean", pos_weight=None, spec: Spec | None = None
 ):
@@ -296,6 +302,7 @@ def binary_cross_entropy_with_logits(
 
 
 @api_boundary
+@layer
 def kl_div(x, target, *, reduction: str = "mean", log_target: bool = False, spec: Spec | None = None):
     """target (log(target) - x), for logarithms x of probabilities: the divergence of Kullback and Leibler.
 
@@ -308,6 +315,7 @@ def kl_div(x, target, *, reduction: str = "mean", log_target: bool = False, spec
 
 
 @api_boundary
+@layer
 def poisson_nll_loss(
     x,
     target,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import as_floating, as_number, cast, normalized_axes, normalized_axis
+from spmd.functions.arguments import as_floating, as_number, cast, layer, normalized_axes, normalized_axis
 from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.local.normalisation import moments as local_moments
@@ -114,6 +114,7 @@ def _parameters(where: str, weight: Any, bias: Any) -> Pair:
 
 
 @api_boundary
+@layer
 def layer_norm(
     x,
     weight=None,
@@ -145,6 +146,7 @@ def layer_norm(
 
 
 @api_boundary
+@layer
 def rms_norm(
     x, weight=None, eps: float = 1e-6, *, ndim: int = 1, spec: Spec | None = None, shape: Sequence[int] | None = None
 ):
@@ -254,6 +256,7 @@ def batch_norm(
 
 
 @api_boundary
+@layer
 def group_norm(
     x,
     groups: int,

@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import SpecError, describe
-from spmd.functions.layouts import check_split, checked_target, lie_on_grid, spec_of_names
+from spmd.functions.arguments import layer
+from spmd.functions.layouts import check_dtypes, check_split, checked_target, lie_on_grid, spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
@@ -28,6 +29,7 @@ Shape = tuple[int, ...]
 
 
 @api_boundary
+@layer
 def linear(
     x,
     w,
@@ -59,6 +61,7 @@ def linear(
     model parallelism in deep learning", 2020.
     """
     _check(x, w, bias)
+    check_dtypes(_WHERE, x, w=w, bias=bias)
     worker = WORKER.get()
     if worker is not None and shape is None:
         plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)

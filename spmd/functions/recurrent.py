@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from spmd.errors import SpecError, describe
+from spmd.functions.arguments import layer
+from spmd.functions.layouts import check_dtypes
 from spmd.functions.local import local, namespace
 from spmd.functions.planned import Operand, is_split, run_layer
 from spmd.functions.recurrent_packed import PackedRows
@@ -32,6 +34,7 @@ __all__ = ["gru", "lstm", "rnn"]
 
 
 @api_boundary
+@layer
 def rnn(
     x,
     h0,
@@ -85,6 +88,7 @@ def rnn(
 
 
 @api_boundary
+@layer
 def lstm(
     x,
     state,
@@ -130,6 +134,7 @@ def lstm(
 
 
 @api_boundary
+@layer
 def gru(
     x,
     h0,
@@ -207,6 +212,8 @@ def _run(
         y, *ends = _run(net, padded, states, params, lengths, None, None, w_spec, None, microbatches)
         return rows.packed(y), *ends
     _check(net, x, states, lengths, microbatches)
+    check_dtypes(net.where, x, **dict(zip(("h0", "c0"), states, strict=False)))
+    check_dtypes(net.where, x, **{f"params[{name!r}]": params[name] for name in net.names})
     weights = dict(params)
     if w_spec is not None:
         weights = {name: _gates_apart(net, name, w) for name, w in params.items()}

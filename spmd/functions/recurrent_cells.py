@@ -82,10 +82,11 @@ class Weights(NamedTuple):
 def empty(arrays: Sequence[Any]) -> Any:
     """No entries, of shape (0,), that depend on all of these arrays.
 
-    What is joined with it has their common dtype and state, and takes part in the adjoints of all of them.
+    What is joined with it has their common dtype and state, and takes part in the adjoints of all of them. By the
+    exponential in those of any order: the derivative of a linear function would not depend on the arrays.
     """
     xp = namespace(arrays[0])
-    return xp.concat([xp.reshape(a[:0], (0,)) for a in arrays])
+    return xp.exp(xp.concat([xp.reshape(a[:0], (0,)) for a in arrays]))
 
 
 @dataclass(frozen=True)

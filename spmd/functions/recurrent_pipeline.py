@@ -66,7 +66,7 @@ def _even(x: Any, lengths: Any, h: Any, line: Line) -> tuple[Any, Any]:
     """
     steps, batch = x.shape[:2]
     xp, zeros = namespace(x), local(x, "recurrent").zeros
-    own = varying(zeros(h, (batch,)) + steps, line.names)
+    own = varying(xp.real(zeros(h, (batch,))) + steps, line.names)
     lengths = own if lengths is None else xp.where(lengths < own, lengths, own)
     return xp.concat([x, zeros(x, (max(line.sizes) - steps, *x.shape[1:]))]), lengths
 

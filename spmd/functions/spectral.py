@@ -15,6 +15,7 @@ from spmd.errors import SpecError, describe
 from spmd.fourier.blocks import transformed
 from spmd.fourier.lines import Line, lowest_modes, result_shape
 from spmd.fourier.plan import FourierPlan, fourier_plan
+from spmd.functions.arguments import layer
 from spmd.functions.layouts import checked_target, dtype_of, lie_on_grid, spec_of_names
 from spmd.functions.local import namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
@@ -32,6 +33,7 @@ Shape = tuple[int, ...]
 
 
 @api_boundary
+@layer
 def spectral_conv(
     x,
     w,

@@ -138,6 +138,15 @@ def test_several_loops_share_arrays(at):
     check(at(f), OTHERS, (0, 1))
 
 
+@pytest.mark.parametrize("at", [in_body, whole])
+def test_steps_whose_derivatives_write_into_their_own_arrays(at):
+    def f(u, w):
+        step = lambda h, _: (h + np.fft.irfft(np.fft.rfft(np.tanh(h @ w)), 3), np.sum(h))
+        return np.sum(spmd.scan(step, u, np.arange(4))[0] ** 2)
+
+    check(at(f), OTHERS, (0, 1))
+
+
 def test_slices_that_a_step_closes_over():
     """The sums of one array come from two places: the slices, and the steps."""
 

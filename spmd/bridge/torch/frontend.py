@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spmd import frontends
+from spmd.bridge.torch.autocast import run_under_autocast
 from spmd.bridge.torch.function import apply, start_call
 from spmd.bridge.torch.interop import array_dtype, array_of, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
@@ -35,12 +36,14 @@ class TorchFrontend:
 
     @cached_property
     def namespace(self) -> Any:
-        return import_module("array_api_compat.torch")
+        return import_module("spmd.bridge.torch.namespace")
 
     def local(self, family: str) -> Any:
         if family not in self._families:
             self._families[family] = import_module(f"spmd.bridge.torch.local.{family}")
         return self._families[family]
+
+    run_layer = staticmethod(run_under_autocast)
 
     def begin(self, op: Collective, x: torch.Tensor, worker: Worker, frame: FrameType | None) -> Callable[[], Any]:
         context = context_of(worker)

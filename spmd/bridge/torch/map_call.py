@@ -21,7 +21,7 @@ from spmd.bridge.torch.map_function import MapFunction, MapRun, is_differentiate
 from spmd.bridge.torch.rng import BodyMode
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
-from spmd.bridge.torch.thread_settings import thread_state, torch_threads
+from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads, without_autocast
 from spmd.bridge.torch.worker_context import WorkerContext
 from spmd.device import contiguous
 from spmd.errors import LayoutError, StateError, TransportError, describe
@@ -58,6 +58,7 @@ class MapCall:
         self.diff_results: list[int] = []
         self.specs: list[Layout | None] = []
         self.own_run: MapRun | None = None
+        self.autocast = autocast_state()  # backward, which may run f again, is called outside of it
 
     def result(self) -> Any:
         """Run the map. Record it in the graph of the caller if an argument or a captured tensor is differentiated."""
@@ -261,7 +262,7 @@ class MapCall:
         paths = [f"the gradient of {self.leaves[k].path}" for k in self.diff_arguments]
         paths += [f"the gradient of a tensor that f closes over, of shape {list(x.shape)}" for x in run.leaves]
         specs = [self.leaves[k].spec for k in self.diff_arguments] + [P()] * len(run.leaves)
-        local = thread_state(enabled=False)
+        local = thread_state(enabled=False, autocast=False)  # in the dtypes of the forward pass
 
         def backward(worker: Worker) -> BodyResults:
             context = run.contexts[worker.index]
@@ -287,7 +288,7 @@ class MapCall:
         diff_arguments, captured = self.diff_arguments, list(diff_values[len(self.diff_arguments) :])
 
         def body(arguments: list, cotangents: list) -> tuple:
-            with torch.enable_grad():
+            with torch.enable_grad(), without_autocast():
                 outputs, wrt = self._graph(arguments, captured)
                 pairs = [(plain(e), plain(g)) for e, g in zip(outputs, cotangents, strict=True)]
                 grads = _gradients(pairs, wrt, [], differentiable=True)
@@ -301,7 +302,7 @@ class MapCall:
         in the cotangents, so the pullback of the pullback is the derivative."""
 
         def body(arguments: list, tangents: list) -> tuple:
-            with torch.enable_grad():
+            with torch.enable_grad(), without_autocast():
                 outputs, wrt = self._graph(arguments, [])
                 zeros = [torch.zeros_like(plain(e)).requires_grad_() for e in outputs]
                 grads = _gradients(
@@ -321,7 +322,8 @@ class MapCall:
             if not values[k].requires_grad:
                 values[k] = values[k].detach().requires_grad_()
         args, kwargs = self.rebuild(values)
-        returned, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
+        with self.autocast():
+            returned, _ = self.mapped.results.leaves(self.mapped.f(*args, **kwargs))
         worker = WORKER.get()
         assert worker is not None
         return [self._in_promised_state(worker, returned[k], returned[k].value) for k in self.diff_results], [

@@ -10,6 +10,7 @@ import torch
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.function import apply
 from spmd.bridge.torch.tensor_state import plain
+from spmd.bridge.torch.thread_settings import without_autocast
 from spmd.bridge.torch.worker_context import context_of
 from spmd.functions import attention_tiles as tiles
 from spmd.mesh import WORKER
@@ -64,7 +65,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         saved = [None if a is None else plain(a) for a in ctx.saved_tensors]
-        found = ctx.layer.backward(ctx.send, *saved, *map(plain, cotangents))
+        with without_autocast():
+            found = ctx.layer.backward(ctx.send, *saved, *map(plain, cotangents))
         return (None, None, *found, *[None] * (5 - len(found)))
 
 

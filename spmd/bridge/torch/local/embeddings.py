@@ -26,10 +26,12 @@ def rows(
     for i in padding:
         here = here & (ids != i)
     shape = (*ids.shape, *table.shape[1:])
-    if not table.shape[0]:
+    if not table.shape[0] or not ids.numel():  # of no ids, torch's embedding has no second derivative
         return table.sum() * torch.zeros(shape, dtype=table.dtype, device=table.device)
     flat = table.reshape(table.shape[0], -1)
-    y = F.embedding(torch.where(here, ids - start, 0), flat).reshape(shape)
+    own = torch.where(here, ids - start, 0)
+    # torch's embedding has no derivative for complex numbers.
+    y = (flat[own] if flat.is_complex() else F.embedding(own, flat)).reshape(shape)
     mask = here.reshape(*here.shape, *[1] * (table.ndim - 1))
     y = torch.where(mask, y, 0)
     if ids.device.type != "cpu":

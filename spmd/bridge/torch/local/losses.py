@@ -17,6 +17,12 @@ __all__ = [
 ]
 
 
+def _promoted(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one dtype, which torch wants of some losses."""
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    return x.to(dtype), target.to(dtype)
+
+
 def absolute(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.l1_loss(x, target, reduction="none")
 
@@ -30,12 +36,12 @@ def smooth_absolute(x: torch.Tensor, target: torch.Tensor, beta: float) -> torch
 
 
 def huber(x: torch.Tensor, target: torch.Tensor, delta: float) -> torch.Tensor:
-    return F.huber_loss(x, target, reduction="none", delta=delta)
+    return F.huber_loss(*_promoted(x, target), reduction="none", delta=delta)
 
 
 def binary(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Of probabilities."""
-    return F.binary_cross_entropy(x, target, reduction="none")
+    return F.binary_cross_entropy(*_promoted(x, target), reduction="none")
 
 
 def binary_of_logits(x: torch.Tensor, target: torch.Tensor, pos_weight: torch.Tensor | None) -> torch.Tensor:
