@@ -18,7 +18,7 @@ __all__ = ["GlobalTensor", "global_tensor"]
 
 # Layers whose parameters lie in blocks are called so whatever x is.
 _LAYERS = """
-    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding multi_head_attention_forward
-    batch_norm layer_norm rms_norm group_norm instance_norm
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding
+    batch_norm layer_norm rms_norm group_norm instance_norm multi_head_attention_forward
 """
 FUNCTIONS |= {function: HANDLERS[function] for function in functions_named(_LAYERS)}

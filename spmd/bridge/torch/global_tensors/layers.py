@@ -334,6 +334,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(ids, torch.Tensor):
         ids, table = table, ids
     ids, table = as_global(ids), as_global(table)
+    if table.ndim != 2:
+        raise RuntimeError("'weight' must be 2-D")  # as torch does
     if max_norm is not None or by_freq or sparse:
         raise unhandled(func, args, kwargs, "max_norm=None, scale_grad_by_freq=False, sparse=False")
     padding = None if padding is None or padding < 0 and func is not F.embedding else padding

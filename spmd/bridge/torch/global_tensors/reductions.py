@@ -53,11 +53,19 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     if name in ("all", "any", "count_nonzero"):
         total = added((x._block != 0).sum(over, keepdim))
         return result(total if name == "count_nonzero" else total == count if name == "all" else total > 0, out)
-    if axes and any(n < len(cut) for n, cut in ((shape[d], x._layout.cuts[d]) for d in over)):
+    if axes and (x._layout.spec is None or any(0 in x._layout.cuts[d] for d in over)):
         raise unhandled(func, args, kwargs, "entries on every worker, for the largest or smallest of all")
     largest = "max" in name
     block = (torch.amax if largest else torch.amin)(x._block, over, keepdim) if over else x._block
     return result((pmax if largest else pmin)(block, axes) if axes else block, out)
+
+
+@handles("allclose equal")
+def _all_alike(func: Any, args: Any, kwargs: Any) -> bool:
+    if func.__name__ == "equal":
+        a, b = args
+        return a.shape == b.shape and bool((a == b).all())
+    return bool(torch.isclose(*args, **kwargs).all())
 
 
 def _dimensions(args: Any, kwargs: Any, position: int) -> tuple[Any, bool, dict[str, Any]]:
@@ -78,6 +86,8 @@ def _separate(func: Any, x: GlobalTensor, over: Any, args: Any, kwargs: Any) -> 
     """x and how its dimensions lie. Where all entries are reduced, it does not matter that dimensions are joined."""
     if over is None and len(x._groups) != len(x._layout.shape):
         x = GlobalTensor(x._block, x._layout)
+    if over is None and x._layout.spec is None:  # each worker of a grid has entries of its own, or none
+        return x, [Dim(tuple(x._layout.axes)), *[WHOLE] * (len(x._layout.shape) - 1)]
     return x, own_dims(func, x, args, kwargs)
 
 
@@ -91,11 +101,12 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     over = _normal_dims(over, x.ndim)
     correction = options.get("correction", int(options.get("unbiased", True)))
     rest = math.prod(x._layout.shape[d] for d in over) - (1 if correction is None else correction)
-    mean = x.mean(over, True)
+    mean = x.mean(over, True) if x._layout.spec is not None else x.mean()
     square = (x - mean).abs().square()
-    variance = square.sum(over, keepdim) * (1 / rest if rest > 0 else math.nan)
+    total = square.sum(over, keepdim) if x._layout.spec is not None else square.sum()
+    variance = total * (1 / rest if rest > 0 else math.nan)
     spread = variance if name.startswith("var") else variance.sqrt()
-    return (spread, x.mean(over, keepdim)) if name.endswith("_mean") else spread
+    return (spread, mean if keepdim or x._layout.spec is None else x.mean(over)) if name.endswith("_mean") else spread
 
 
 @handles("norm vector_norm")

@@ -62,5 +62,5 @@ def unhandled(func: Any, args: Any, kwargs: dict[str, Any], need: str = "") -> L
         f"torch's {name.rsplit('.', 1)[-1]}",
         got=" and ".join(map(describe, given)) or "a global tensor",
         need=need or "a function that works on the blocks, or that spt.functions has",
-        mend="x.whole() is the whole, on every worker; spt.put(x, spec) lays it out otherwise (both collective)",
+        mend="x.block() is this worker's part, x.whole() the whole on every worker, spt.put(x, spec) another layout",
     )
