@@ -101,7 +101,7 @@ def _conv(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding dilation groups"
     x, w, bias, stride, padding, dilation, groups = named(args, kwargs, names)
     x, w = as_global(x), as_global(w)
-    batched = x.ndim == w.ndim
+    batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     bias = _bias_like(w, as_global(bias), 0)
     padding = padding.upper() if isinstance(padding, str) else _pairs(padding)
@@ -114,15 +114,21 @@ def _conv(func: Any, args: Any, kwargs: Any) -> Any:
         padding if padding is not None else 0,
         or_default(dilation, 1),
         or_default(groups, 1),
-        spec=_lies(x, w),
+        spec=_spec(x),
         w_spec=_spec(w),
     )
     return y if batched else y.squeeze(0)
 
 
-def _lies(x: Any, *others: Any) -> Any:
-    """The layout of x; that of a whole beside operands that are split."""
-    return _spec(x)
+def _is_batched(func: Any, x: Any, w: Any) -> bool:
+    """Whether x has a dimension of samples. Raises as torch does where x or w have other dimensions."""
+    d = int(func.__name__[-2])
+    if w.ndim != d + 2 or x.ndim not in (d + 1, d + 2):
+        raise RuntimeError(
+            f"Expected {d + 1}D (unbatched) or {d + 2}D (batched) input to {func.__name__} and {d + 2}D weights, but "
+            f"got input of size: {list(x.shape)} and weights of size: {list(w.shape)}"
+        )
+    return x.ndim == d + 2
 
 
 def or_default(x: Any, default: Any) -> Any:
@@ -144,7 +150,7 @@ def _conv_transpose(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding output_padding groups dilation"
     x, w, bias, stride, padding, extra, groups, dilation = named(args, kwargs, names)
     x, w, bias = as_global(x), as_global(w), as_global(bias)
-    batched = x.ndim == w.ndim
+    batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     groups = or_default(groups, 1)
     if bias is not None and groups == 1:
