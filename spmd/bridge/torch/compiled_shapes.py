@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 import spmd
 from spmd import frontends
@@ -22,26 +23,44 @@ from spmd.state import ROOTED
 from spmd.transport.call import Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["check_planned", "differs_by_worker", "ndims_seen", "result_lengths", "tokens"]
+__all__ = ["check_planned", "differs_by_worker", "ndims_seen", "of_one_worker", "result_lengths", "tokens"]
 
 tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 """The functions that graphs refer to, with their arguments, by their names there."""
 
 
+of_one_worker: set[str] = set()
+"""The tokens of operators in graphs that belong to one worker anyhow."""
+
+
 def result_lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
     """The shape of the result on this worker; None for a length that the blocks of the others decide.
 
-    A length that is itself open, as another operator has left it, stands for any: two are planned with.
+    A length that is itself open, as another operator has left it, or that the graph takes as it comes, stands for any:
+    two are planned with. Lengths that come are fixed where that does not say the result's.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
+    symbolic = [d for d, n in enumerate(shape) if isinstance(n, torch.SymInt)]
+    unknown = [d for d in symbolic if free_unbacked_symbols(shape[d])]
+    if len(symbolic) > len(unknown):
+        lengths = _lengths(token, shape, worker, symbolic)
+        if lengths is not None and None not in lengths:
+            return lengths
+    lengths = _lengths(token, shape, worker, unknown)
+    if lengths is None:
+        return (None,) * _ndim(token, shape, unknown, tuple(worker.mesh.axes.items()), worker)
+    return lengths
+
+
+def _lengths(token: str, shape: tuple[Any, ...], worker: Worker, open_dims: list[int]) -> tuple[Any, ...] | None:
+    """`result_lengths`, with any lengths in the open dimensions; None where plans do not tell."""
     axes = tuple(worker.mesh.axes.items())
     index = worker.index if differs_by_worker(token) else None
-    open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
     samples = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
     planned = [_planned(token, sample, axes, index) for sample in (samples if open_dims else samples[:1])]
     if None in planned:
-        return (None,) * _ndim(token, shape, open_dims, axes, worker)
+        return None
 
     def length(*lengths: int | None) -> Any:
         same = [shape[d] for d in open_dims if lengths == (samples[0][d], samples[1][d])]
@@ -87,6 +106,8 @@ ndims_seen: dict[tuple, int] = {}
 def differs_by_worker(token: str) -> bool:
     """Whether equal blocks may give results of other shapes on one worker than on another: then each has a graph."""
     op = tokens[token][0]
+    if token in of_one_worker:
+        return True
     if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
         return True
     if isinstance(op, Operator):
