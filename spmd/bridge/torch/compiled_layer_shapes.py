@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.bridge.torch.compiled_calls import ASSUMED_RESULT
+from spmd.bridge.torch.compiled_shapes import member_shapes
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.worker_context import assigned
 from spmd.mesh import WORKER, Worker
@@ -173,12 +174,16 @@ class _AssumedComm:
 
     def shapes(self, group: Group, call: Call) -> Handle:
         own = tuple(call.shape)
+        others = self.others(own)
+        return Done([own if k == group.index else others for k in range(group.size)])
+
+    def others(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the others' blocks."""
         self.ndim = max(self.ndim, len(own))
-        others = list(own)
-        if self.change is not None and self.change[0] < len(own):
-            d, more = self.change
-            others[d] = max(0, own[d] + more)
-        return Done([own if k == group.index else tuple(others) for k in range(group.size)])
+        if self.change is None or self.change[0] >= len(own):
+            return own
+        d, more = self.change
+        return (*own[:d], max(0, own[d] + more), *own[d + 1 :])
 
     def run(self, plan: Any, call: Call, x: Any) -> Handle:
         """A number, of which the others have the same."""
@@ -189,12 +194,16 @@ def _result(op: Any, x: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape that an operator gives, where all blocks have the shape of this one."""
     worker = WORKER.get()
     assert worker is not None
-    shape = _shape(op, tuple(x.shape), worker, array_dtype(x.dtype))
+    own = tuple(x.shape)
+    others = worker.comm.others(own) if op.same_shape is False else own  # type: ignore[attr-defined]
+    shape = _shape(op, own, others, worker, array_dtype(x.dtype))
     y = x if shape == tuple(x.shape) else x.new_zeros(shape) + x.sum()
     return y if isinstance(op, Operator) else y.detach()
 
 
-def _shape(op: Any, shape: tuple[int, ...], worker: Worker, dtype: np.dtype) -> tuple[int, ...]:
+def _shape(
+    op: Any, shape: tuple[int, ...], others: tuple[int, ...], worker: Worker, dtype: np.dtype
+) -> tuple[int, ...]:
     group = worker.group(op.axes)
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
@@ -202,7 +211,4 @@ def _shape(op: Any, shape: tuple[int, ...], worker: Worker, dtype: np.dtype) -> 
         return layouts[1].block_shape(group.index)
     if not isinstance(op, Operator):  # an extremum
         return tuple(n for d, n in enumerate(shape) if d not in op.dims)
-    known = getattr(op, "plan_of_own", None)
-    if known is not None:
-        return known(group, shape, dtype).shape
-    return op.out_shape(group, [shape] * group.size, dtype)
+    return op.out_shape(group, member_shapes(op, group, shape, others), dtype)

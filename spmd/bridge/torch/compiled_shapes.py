@@ -18,12 +18,13 @@ from spmd.errors import MeshError
 from spmd.layout import Layout
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator
+from spmd.operators.halo_base import Halo
 from spmd.replicas.records import Replicas
 from spmd.state import ROOTED
 from spmd.transport.call import Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["check_planned", "differs_by_worker", "ndims_seen", "of_one_worker", "result_lengths", "tokens"]
+__all__ = ["check_planned", "differs_by_worker", "member_shapes", "ndims_seen", "of_one_worker", "result_lengths", "tokens"]
 
 tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 """The functions that graphs refer to, with their arguments, by their names there."""
@@ -154,6 +155,20 @@ class _AssumedShapes:
         return Done([self.own if k == group.index else self.others for k in range(group.size)])
 
 
+def member_shapes(op: Operator, group: Group, own: tuple[int, ...], others: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the blocks of all members: `others`, in the lengths that the operator does not know."""
+    shapes = [own if k == group.index else others for k in range(group.size)]
+    if not isinstance(op, Halo) or op.sizes is None:
+        return shapes
+    lines = [op.lines(group.of_member(k), len(own)) for k in range(group.size)]
+
+    def length(k: int, d: int) -> int:
+        sizes = op.sizes[d] if d < len(op.sizes) else None
+        return shapes[k][d] if sizes is None or k == group.index else sizes[lines[k][d].index]
+
+    return [tuple(length(k, d) for d in range(len(own))) for k in range(group.size)]
+
+
 @functools.lru_cache(maxsize=4096)
 def _planned(
     token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
@@ -194,7 +209,7 @@ def _planned_on(
         if isinstance(op, _Block):
             return own
         group = mesh.group(index, op.axes)
-        return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
+        return op.out_shape(group, member_shapes(op, group, own, others), np.dtype(np.int8))
     except (
         ValueError,
         TypeError,

@@ -29,7 +29,7 @@ from spmd.operators.base import Collective, Operator
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary
 
-__all__ = ["CollectiveCall", "Function", "GraphCalls", "apply", "recorded_calls", "use_graph_calls"]
+__all__ = ["CollectiveCall", "Function", "GraphCalls", "apply", "recorded_calls", "sized_in_graph", "use_graph_calls"]
 
 
 class _Function(torch.autograd.Function):
@@ -61,6 +61,11 @@ class GraphCalls(Protocol):
         ...
 
 
+    def sized(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """x, known to have this shape."""
+        ...
+
+
 _graph_calls: GraphCalls
 
 
@@ -68,6 +73,11 @@ def use_graph_calls(calls: GraphCalls) -> None:
     """Let operators be applied in this way while a graph is compiled."""
     global _graph_calls
     _graph_calls = calls
+
+
+def sized_in_graph(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """x, which has this shape: a graph that is compiled may not know it."""
+    return _graph_calls.sized(x, shape) if _graph_calls.takes(x) else x
 
 
 class CallSite:
