@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spmd.bridge.torch.compiled_calls import ASSUMED_RESULT
 from spmd.bridge.torch.compiled_shapes import member_shapes
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.worker_context import assigned
+from spmd.grid import Grid
+from spmd.layout import P
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import Operator
 from spmd.transport.call import Call, Group
@@ -103,23 +104,70 @@ def _open(
     return tuple(results)
 
 
+class _Place(NamedTuple):
+    """A dimension of the blocks whose shapes a layer asks for: the number of the request, and the dimension."""
+
+    request: int
+    dim: int
+
+
+class _Lengths(NamedTuple):
+    """The lengths of other workers' blocks, where this one's is n: n + more; or those of balanced blocks of which the
+    first `longer` have one entry more, this one or not."""
+
+    more: int = 0
+    longer: int | None = None
+
+    def of(self, own: int, place: int, other: int) -> int:
+        if self.longer is None:
+            return max(0, own + self.more)
+        base = own - (place < self.longer)
+        return max(0, base + (other < self.longer))
+
+
+_Assumed = dict[_Place, _Lengths]
+_MIXED_MAX = 64
+"""Of so many balanced layouts at most it is tried whether one fits."""
+
+
 def _runs(
     run: Callable, xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], wanted: Sequence[bool], worker: Any
 ) -> tuple[Result, ...]:
     """The results for blocks of these shapes; None for lengths that other workers' blocks decide."""
-    first, ndim = _run(run, xs, shapes, wanted, worker, None)
+    first, assumed = _fitting(run, xs, shapes, wanted, worker)
     found = [first]
-    for d in range(ndim):
+    for place in assumed:
         for more in (1, -1):
+            changed = assumed | {place: _Lengths(more)}
             try:
-                found.append(_run(run, xs, shapes, wanted, worker, (d, more))[0])
+                found.append(_run(run, xs, shapes, wanted, _AssumedComm.of(worker, changed), worker))
             except Exception:  # noqa: PERF203 (such blocks do not fit)
                 continue
     found = [r for r in found if [len(y.lengths) for y in r] == [len(y.lengths) for y in first]]
+
+    def length(k: int, d: int, n: int) -> int | None:
+        return n if all(f[k].lengths[d] == n for f in found) else None
+
     return tuple(
-        r._replace(lengths=tuple(n if all(f[k].lengths[d] == n for f in found) else None for d, n in enumerate(r.lengths)))
-        for k, r in enumerate(first)
+        r._replace(lengths=tuple(length(k, d, n) for d, n in enumerate(r.lengths))) for k, r in enumerate(first)
     )
+
+
+def _fitting(
+    run: Callable, xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], wanted: Sequence[bool], worker: Any
+) -> tuple[tuple[Result, ...], _Assumed]:
+    """The results where the others' blocks have lengths with which those of this worker fit, and these lengths."""
+    size = 1 if worker is None else worker.mesh.size
+    others = [_Lengths(), *(_Lengths(longer=r) for r in range(1, min(size, _MIXED_MAX))), _Lengths(-1), _Lengths(1)]
+    reason: Exception | None = None
+    for each in others:
+        comm = _AssumedComm.of(worker, {}, each)
+        try:
+            return _run(run, xs, shapes, wanted, comm, worker), {} if comm is None else comm.met
+        except Exception as error:
+            reason = reason or error
+    assert reason is not None
+    raise reason
 
 
 def _run(
@@ -127,27 +175,28 @@ def _run(
     xs: Sequence[torch.Tensor],
     shapes: Sequence[tuple[int, ...]],
     wanted: Sequence[bool],
+    comm: _AssumedComm | None,
     worker: Worker | None,
-    change: tuple[int, int] | None,
-) -> tuple[tuple[Result, ...], int]:
-    """The results of one run, and the dimensions of the blocks whose shapes were exchanged."""
-    comm = None if worker is None else _AssumedComm(worker.index, change)
-    with _disable_current_modes(), torch.enable_grad(), assigned(ASSUMED_RESULT, _result), _on(worker, comm):
-        try:
-            with FakeTensorMode():
-                ys = run(_tensors(torch.empty, xs, shapes, wanted, None))
-                results = tuple(Result(y.dtype, tuple(y.shape), y.requires_grad) for y in ys)
-        except Exception:  # it reads values
-            ys = run(_tensors(torch.zeros, xs, shapes, wanted, "cpu"))
-            results = tuple(Result(y.dtype, tuple(y.shape), y.requires_grad) for y in ys)
-    return results, 0 if comm is None else comm.ndim
+) -> tuple[Result, ...]:
+    """The results of one run."""
+    with _disable_current_modes(), torch.enable_grad(), assigned(ASSUMED_RESULT, _result):
+        reason: Exception | None = None
+        for make, device in ((torch.empty, "meta"), (torch.zeros, "cpu")):  # the latter where it reads values
+            try:
+                with _on(worker, comm):
+                    ys = run(_tensors(make, xs, shapes, wanted, device))
+                return tuple(Result(y.dtype, tuple(y.shape), y.requires_grad) for y in ys)
+            except Exception as error:
+                reason = error
+    assert reason is not None
+    raise reason
 
 
 def _tensors(
     make: Callable, xs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], wanted: Sequence[bool], device: Any
 ) -> list[torch.Tensor]:
     return [
-        make(shape, dtype=x.dtype, device=device or x.device).requires_grad_(w)
+        make(shape, dtype=x.dtype, device=device).requires_grad_(w)
         for x, shape, w in zip(xs, shapes, wanted, strict=True)
     ]
 
@@ -159,31 +208,47 @@ def _on(worker: Worker | None, comm: Any) -> Iterator[None]:
         return
     assuming = copy(worker)
     assuming.comm, assuming.prepared = comm, {}
+    comm.requests = 0
     with assigned(WORKER, assuming):
         yield
 
 
 class _AssumedComm:
-    """The comm of a worker where the blocks of all others are as its own, or longer in a dimension.
+    """The comm of a worker that assumes the lengths of the others' blocks.
 
-    change: the dimension, and by how much. ndim: the most dimensions of blocks whose shapes were asked for.
+    assumed: these lengths, for dimensions that are asked for; otherwise: those of all further ones. met: what was used.
     """
 
-    def __init__(self, worker: int, change: tuple[int, int] | None):
-        self.worker, self.change, self.ndim = worker, change, 0
+    def __init__(self, worker: Worker, assumed: _Assumed, otherwise: _Lengths):
+        self.mesh, self.worker, self.requests = worker.mesh, worker.index, 0
+        self.otherwise, self.met = otherwise, dict(assumed)
 
-    def shapes(self, group: Group, call: Call) -> Handle:
-        own = tuple(call.shape)
-        others = self.others(own)
-        return Done([own if k == group.index else others for k in range(group.size)])
+    @classmethod
+    def of(cls, worker: Worker | None, assumed: _Assumed, otherwise: _Lengths = _Lengths()) -> _AssumedComm | None:
+        return None if worker is None else cls(worker, assumed, otherwise)
 
-    def others(self, own: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the others' blocks."""
-        self.ndim = max(self.ndim, len(own))
-        if self.change is None or self.change[0] >= len(own):
-            return own
-        d, more = self.change
-        return (*own[:d], max(0, own[d] + more), *own[d + 1 :])
+    def assumed_shapes(self, spec: P | Grid, own: tuple[int, ...], group: Group) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the blocks of the members, of an array that a spec or grid splits."""
+        zeros, axes = (0,) * len(own), self.mesh.axes
+        layout = spec.layout(zeros, axes) if isinstance(spec, Grid) else self.mesh.layout(zeros, spec)
+        mine = layout.positions(self.worker)
+        lengths = [self._lengths(d) if len(cut) > 1 else _Lengths() for d, cut in enumerate(layout.cuts)]
+        self.requests += 1
+
+        def shape(worker: int) -> tuple[int, ...]:
+            place = layout.positions(worker)
+            if place is None:
+                return (0,) * len(own)
+            if mine is None:
+                return (_FIRST,) * len(own)
+            return tuple(
+                n if p == q else x.of(n, p, q) for n, p, q, x in zip(own, mine, place, lengths, strict=True)
+            )
+
+        return tuple(shape(w) for w in group.members)
+
+    def _lengths(self, d: int) -> _Lengths:
+        return self.met.setdefault(_Place(self.requests, d), self.otherwise)
 
     def run(self, plan: Any, call: Call, x: Any) -> Handle:
         """A number, of which the others have the same."""
@@ -194,16 +259,12 @@ def _result(op: Any, x: torch.Tensor) -> torch.Tensor:
     """A tensor of the shape that an operator gives, where all blocks have the shape of this one."""
     worker = WORKER.get()
     assert worker is not None
-    own = tuple(x.shape)
-    others = worker.comm.others(own) if op.same_shape is False else own  # type: ignore[attr-defined]
-    shape = _shape(op, own, others, worker, array_dtype(x.dtype))
+    shape = _shape(op, tuple(x.shape), worker, array_dtype(x.dtype))
     y = x if shape == tuple(x.shape) else x.new_zeros(shape) + x.sum()
     return y if isinstance(op, Operator) else y.detach()
 
 
-def _shape(
-    op: Any, shape: tuple[int, ...], others: tuple[int, ...], worker: Worker, dtype: np.dtype
-) -> tuple[int, ...]:
+def _shape(op: Any, shape: tuple[int, ...], worker: Worker, dtype: np.dtype) -> tuple[int, ...]:
     group = worker.group(op.axes)
     layouts = getattr(op, "layouts", None)
     if layouts is not None:
@@ -211,4 +272,4 @@ def _shape(
         return layouts[1].block_shape(group.index)
     if not isinstance(op, Operator):  # an extremum
         return tuple(n for d, n in enumerate(shape) if d not in op.dims)
-    return op.out_shape(group, member_shapes(op, group, shape, others), dtype)
+    return op.out_shape(group, member_shapes(op, group, shape, shape), dtype)

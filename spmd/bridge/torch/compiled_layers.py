@@ -154,15 +154,36 @@ def _layer(xs: Sequence[torch.Tensor], token: str) -> list[torch.Tensor]:
         return _called(token, xs)
     call = (token, *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
     if call not in _opaque_calls:
-        try:
-            with _without_comm(worker):
-                return _called(token, xs)
-        except Exception:  # of torch or of ours: it needs lengths or values, or arguments are wrong, which is told below
-            _opaque_calls.add(call)
+        ys = _traced_layer(xs, token, worker)
+        if ys is not None:
+            return ys
+        _opaque_calls.add(call)
     return _opaque_layer(xs, token, worker)
 
 
+def _traced_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None) -> list[torch.Tensor] | None:
+    """The results as nodes of a graph; None for a layer that needs lengths of other workers, or values."""
+    try:
+        with _without_comm(worker):
+            return _called(token, xs)
+    except _OtherWorkersError:
+        return None
+    except Exception:  # of torch or of ours: it cannot do with any length, or with no values, or arguments are wrong
+        if all(isinstance(n, int) for x in xs for n in x.shape):
+            return None
+    # Whether it can be traced must not depend on which lengths a worker's graph leaves open: all decide alike.
+    try:
+        with _without_comm(worker):
+            return _called(token, [x.expand([int(n) for n in x.shape]) for x in xs])
+    except Exception:
+        return None
+
+
 _library.impl("layer", _layer, "CompositeImplicitAutograd")
+
+
+class _OtherWorkersError(Exception):
+    """A layer needs something of other workers."""
 
 
 class _NoComm:
@@ -172,7 +193,7 @@ class _NoComm:
         self.worker = worker
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise LookupError(name)
+        raise _OtherWorkersError(name)
 
 
 @contextmanager

@@ -92,9 +92,9 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x, w: L.conv_transpose(x, w, stride=2, spec=SPACE), [UNEVEN, (3, 2, 3, 3)], [SPACE, WHOLE]),
     ],
     "cross_entropy": [
-        Case(lambda x, t: L.cross_entropy(x, t, spec=ROWS), [(7, 5), labels(5, 7)], [ROWS, ROWS]),
+        Case(lambda x, t: L.cross_entropy(x, t, spec=ROWS), [(7, 5), labels(5, 7)], [ROWS, ROWS], True),
         Case(lambda x, t: L.cross_entropy(x, t, spec=COLUMNS), [(7, 5), labels(5, 7)], [COLUMNS, WHOLE]),
-        Case(lambda x, t: L.cross_entropy(x, t, label_smoothing=0.1), [(7, 5), labels(5, 7)], [ROWS, ROWS]),
+        Case(lambda x, t: L.cross_entropy(x, t, label_smoothing=0.1), [(7, 5), labels(5, 7)], [ROWS, ROWS], True),
     ],
     "dropout": [Case(lambda x, key: L.dropout(x, 0.5, key, ROWS), [(7, 5), spmd.random.key(3)], [ROWS, None])],
     "embedding": [
@@ -155,7 +155,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: L.max_pool(x, 2, spec=ROWS), [UNEVEN], [ROWS], True),
     ],
     "mse_loss": entrywise(L.mse_loss),
-    "nll_loss": [Case(lambda x, t: L.nll_loss(x, t, spec=ROWS), [(7, 5), labels(5, 7)], [ROWS, ROWS])],
+    "nll_loss": [Case(lambda x, t: L.nll_loss(x, t, spec=ROWS), [(7, 5), labels(5, 7)], [ROWS, ROWS], True)],
     "pad": [
         Case(lambda x: L.pad(x, ((0, 0), (0, 0), (1, 2), (2, 0)), "reflect", spec=SPACE), [UNEVEN], [SPACE]),
         Case(lambda x: L.pad(x, {3: (1, 1)}), [UNEVEN], [ROWS], True),
@@ -181,7 +181,7 @@ CASES: dict[str, list[Case]] = {
     "smooth_l1_loss": entrywise(L.smooth_l1_loss, beta=0.5),
     "softmax_cross_entropy": [
         Case(lambda x, t: L.softmax_cross_entropy(x, t, axis_name="x"), [(4, 7), labels(7, 4)], [COLUMNS, WHOLE]),
-        Case(lambda x, t: L.softmax_cross_entropy(x, t), [(7, 5), labels(5, 7)], [ROWS, ROWS]),
+        Case(lambda x, t: L.softmax_cross_entropy(x, t), [(7, 5), labels(5, 7)], [ROWS, ROWS], True),
     ],
     "spectral_conv": [
         Case(
