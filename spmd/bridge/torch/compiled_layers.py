@@ -40,8 +40,8 @@ _layers: dict[str, tuple[str, Any]] = {}
 _structures: dict[str, Any] = {}
 """By token: the results, with the numbers of tensors in place of tensors."""
 _results: dict[str, tuple[Result, ...]] = {}
-_opaque_calls: set[tuple] = set()
-"""The calls that cannot be traced, by token and by what is known of the tensors."""
+_opaque_calls: dict[tuple, tuple[Result, ...] | None] = {}
+"""The calls that cannot be traced, by token and by what is known of the tensors, and what is known of their results."""
 
 
 def compilable_layer(name: str) -> Callable:
@@ -152,13 +152,14 @@ def _layer(xs: Sequence[torch.Tensor], token: str) -> list[torch.Tensor]:
         raise StateError(STATE_IN_COMPILED)
     if not any(map(is_traced, xs)):
         return _called(token, xs)
-    call = (token, *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
+    recorded = torch.is_grad_enabled()
+    call = (token, recorded, *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
     if call not in _opaque_calls:
         ys = _traced_layer(xs, token, worker)
         if ys is not None:
             return ys
-        _opaque_calls.add(call)
-    return _opaque_layer(xs, token, worker)
+        _opaque_calls[call] = None
+    return _opaque_layer(xs, token, worker, call)
 
 
 def _traced_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None) -> list[torch.Tensor] | None:
@@ -209,11 +210,16 @@ def _without_comm(worker: Worker | None) -> Iterator[None]:
         yield
 
 
-def _opaque_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None) -> list[torch.Tensor]:
+def _opaque_layer(
+    xs: Sequence[torch.Tensor], token: str, worker: Worker | None, call: tuple
+) -> list[torch.Tensor]:
     """A layer that runs when the graph does."""
     recorded = torch.is_grad_enabled()
     wanted = [recorded and x.requires_grad for x in xs]
-    results = assumed_results(lambda tensors: _called(token, tensors), xs, wanted, worker)
+    results = _opaque_calls[call]
+    if results is None:
+        results = assumed_results(lambda tensors: _called(token, tensors), xs, wanted, worker)
+        _opaque_calls[call] = results
     autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
     text = f"{results} {autocast}"
     _results[text] = results

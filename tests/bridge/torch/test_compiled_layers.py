@@ -78,8 +78,9 @@ CASES: dict[str, list[Case]] = {
             lambda x, w, b, m, v: L.batch_norm(x, w, b, (m.detach(), v.detach()), spec=ROWS),
             [(7, 3, 4), (3,), (3,), torch.zeros(3).double(), torch.ones(3).double()],
             [ROWS, WHOLE, WHOLE, WHOLE, WHOLE],
+            True,
         ),
-        Case(lambda x, w: L.batch_norm(x, w, spec=SPACE), [UNEVEN, (3,)], [SPACE, WHOLE]),
+        Case(lambda x, w: L.batch_norm(x, w, spec=SPACE), [UNEVEN, (3,)], [SPACE, WHOLE], True),
     ],
     "binary_cross_entropy": entrywise(L.binary_cross_entropy, positive=True),
     "binary_cross_entropy_with_logits": entrywise(L.binary_cross_entropy_with_logits),
@@ -103,19 +104,19 @@ CASES: dict[str, list[Case]] = {
         Case(lambda t, i: L.embedding(t, i, padding_idx=2), [(7, 3), labels(7, 5, 2)], [WHOLE, ROWS]),
     ],
     "group_norm": [
-        Case(lambda x, w, b: L.group_norm(x, 2, w, b, spec=SPACE), [(2, 4, 7), (4,), (4,)], [SPACE, WHOLE, WHOLE]),
+        Case(lambda x, w, b: L.group_norm(x, 2, w, b, spec=SPACE), [(2, 4, 7), (4,), (4,)], [SPACE, WHOLE, WHOLE], True),
         Case(lambda x, w: L.group_norm(x, 2, w, spec=COLUMNS), [(2, 6, 5), (6,)], [COLUMNS, ROWS]),
     ],
     "gru": [
         Case(lambda x, h, *p: L.gru(x, h, named(p)), [(3, 5, 4), (1, 5, 5), *cell(3)], [COLUMNS, COLUMNS, *[WHOLE] * 4], True),
-        Case(lambda x, *p: L.gru(x, None, named(p), spec=TIME), [(7, 4, 4), *cell(3)], [TIME, *[WHOLE] * 4]),
+        Case(lambda x, *p: L.gru(x, None, named(p), spec=TIME), [(4, 3, 4), *cell(3)], [TIME, *[WHOLE] * 4]),
     ],
     "huber_loss": entrywise(L.huber_loss, delta=0.5),
-    "instance_norm": [Case(lambda x: L.instance_norm(x, spec=SPACE), [UNEVEN], [SPACE])],
+    "instance_norm": [Case(lambda x: L.instance_norm(x, spec=SPACE), [UNEVEN], [SPACE], True)],
     "kl_div": entrywise(L.kl_div),
     "l1_loss": entrywise(L.l1_loss),
     "layer_norm": [
-        Case(lambda x, w, b: L.layer_norm(x, w, b, spec=COLUMNS), [(4, 7), (7,), (7,)], [COLUMNS, ROWS, ROWS]),
+        Case(lambda x, w, b: L.layer_norm(x, w, b, spec=COLUMNS), [(4, 7), (7,), (7,)], [COLUMNS, ROWS, ROWS], True),
         Case(lambda x, w, b: L.layer_norm(x, w, b, spec=ROWS), [(4, 7), (7,), (7,)], [ROWS, WHOLE, WHOLE], True),
     ],
     "linear": [
@@ -148,7 +149,7 @@ CASES: dict[str, list[Case]] = {
             [COLUMNS, COLUMNS, COLUMNS, *[WHOLE] * 4],
             True,
         ),
-        Case(lambda x, *p: L.lstm(x, None, named(p), spec=TIME), [(7, 4, 4), *cell(4)], [TIME, *[WHOLE] * 4]),
+        Case(lambda x, *p: L.lstm(x, None, named(p), spec=TIME), [(4, 3, 4), *cell(4)], [TIME, *[WHOLE] * 4]),
     ],
     "max_pool": [
         Case(lambda x: L.max_pool(x, 3, 2, 1, return_indices=True, spec=SPACE), [UNEVEN], [SPACE]),
@@ -166,7 +167,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: L.resize(x, size=(9, 4), spec=SPACE), [UNEVEN], [SPACE]),
         Case(lambda x: L.resize(x, size=(9, 4)), [UNEVEN], [ROWS], True),
     ],
-    "rms_norm": [Case(lambda x, w: L.rms_norm(x, w, spec=COLUMNS), [(4, 7), (7,)], [COLUMNS, ROWS])],
+    "rms_norm": [Case(lambda x, w: L.rms_norm(x, w, spec=COLUMNS), [(4, 7), (7,)], [COLUMNS, ROWS], True)],
     "rnn": [
         Case(
             lambda x, n, *p: L.rnn(x, None, named(p), lengths=n, spec=COLUMNS),
@@ -275,3 +276,52 @@ def check(case: Case, mesh: Mesh) -> None:
 def test_compiled_is_eager(name, k, size):
     case = CASES[name][k]
     check(case if size > 1 else case._replace(traced=None), Mesh(x=size))
+
+
+# Modules
+
+SEQUENCE = P(None, "x")
+MODULES: dict[str, list[tuple[Callable[[], Any], Case]]] = {
+    "Linear": [
+        (lambda: spt.nn.Linear(7, 5), Case(torch.relu, [(4, 7)], [ROWS], True)),
+        (lambda: spt.nn.Linear(7, 5, w_spec=P("x")), Case(torch.relu, [(4, 7)], [WHOLE], True)),
+        (lambda: spt.nn.Linear(7, 5, False, w_spec=P(None, "x")), Case(torch.relu, [(4, 7)], [COLUMNS], True)),
+        (lambda: spt.nn.Linear(7, 5, w_spec=P("x"), spec=SEQUENCE), Case(torch.relu, [(2, 4, 7)], [SEQUENCE], True)),
+        (lambda: spt.nn.Linear(7, 5, w_spec=P("x"), spec=P("x")), Case(torch.relu, [(7, 7)], [ROWS])),
+        (
+            lambda: spt.nn.Linear(7, 5, spec=Grid((3, 1)), w_spec=Grid((1, 1)), out_spec=Grid((1, 1))),
+            Case(torch.relu, [(7, 7)], [Layout.grid((7, 7), (3, 1), {"x": 3})]),
+        ),
+    ],
+}
+
+
+def test_every_layer_has_a_case():
+    layers = {name for name in spt.nn.__all__ if inspect.isclass(getattr(spt.nn, name))} - {"Layer"}
+    assert layers <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "name,k", [pytest.param(n, k, id=f"{n}-{k}") for n, cases in MODULES.items() for k in range(len(cases))]
+)
+def test_compiled_modules_are_eager(name, k):
+    make, case = MODULES[name][k]
+    mesh, found = Mesh(x=3), {}
+
+    def body(x: Any) -> None:
+        layer = make().double()
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        runs = []
+        for module in (layer, fast, fast):
+            own = x.clone().requires_grad_()
+            y = module(own)
+            leaves = [own, *layer.parameters()]
+            grads = torch.autograd.grad((torch.sin(y) * y).sum(), leaves, allow_unused=True, materialize_grads=True)
+            runs.append([y.detach(), *(g.block() if isinstance(g, spt.PartitionedTensor) else g for g in grads)])
+        found[spmd.worker_index("x")] = runs
+
+    spt.map(body, tuple(case.specs), None, mesh=mesh, check=False)(*arrays(case, 3))
+    for eager, *compiled in found.values():
+        for values in compiled:
+            for a, b in zip(values, eager, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
