@@ -60,51 +60,52 @@ def assumed_results(
 
     Raises what `run` raises where the blocks of this worker cannot be right.
     """
-    open_dims = [(k, d) for k, x in enumerate(xs) for d, n in enumerate(x.shape) if isinstance(n, torch.SymInt)]
-    if open_dims:
-        symbols = {str(xs[k].shape[d]): (k, d) for k, d in reversed(open_dims)}
-        ends = [_sampled(xs, list(symbols), first) for first in (_FIRST, _SECOND)]
-        try:
-            found = [_runs(run, xs, shapes, wanted, worker) for shapes in ends]
-        except Exception:  # other lengths do not fit: those that came are taken
-            found = []
-        merged = _open(found, ends, list(symbols.values())) if found else None
-        if merged is not None:
-            return merged
-    return _runs(run, xs, [_hints(x.shape) for x in xs], wanted, worker)
-
-
-def _hints(shape: Sequence[Any]) -> tuple[int, ...]:
-    """The lengths that came; a graph is made for these. What another op leaves open stands for any."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
-    return tuple(_FIRST + _STEP * d if free_unbacked_symbols(n) else int(n) for d, n in enumerate(shape))
+    symbols: dict[str, tuple[int, int]] = {}
+    unknown: dict[str, tuple[int, int]] = {}
+    for k, x in enumerate(xs):
+        for d, n in enumerate(x.shape):
+            if isinstance(n, torch.SymInt):
+                symbols.setdefault(str(n), (k, d))
+                if free_unbacked_symbols(n):
+                    unknown.setdefault(str(n), (k, d))
+    runs = lambda shapes: _runs(run, xs, shapes, wanted, worker)
+    if len(symbols) > len(unknown):
+        try:
+            found = _of_any_lengths(runs, xs, symbols)
+        except Exception:  # other lengths do not fit: those that came are taken
+            found = None
+        if found is not None and not found[1]:
+            return found[0]
+    if unknown:
+        return _of_any_lengths(runs, xs, unknown)[0]
+    return runs([tuple(map(int, x.shape)) for x in xs])
 
 
-def _sampled(xs: Sequence[torch.Tensor], symbols: list[str], first: int) -> list[tuple[int, ...]]:
-    def length(n: Any) -> int:
-        return first + _STEP * symbols.index(str(n)) if isinstance(n, torch.SymInt) else n
+def _of_any_lengths(
+    runs: Callable[[Sequence[tuple[int, ...]]], tuple[Result, ...]],
+    xs: Sequence[torch.Tensor],
+    symbols: dict[str, tuple[int, int]],
+) -> tuple[tuple[Result, ...], bool]:
+    """The results where these lengths may be any, each of the argument and dimension that has it; and whether a length
+    of a result depends on them otherwise than by being one of them. Such a one stays open."""
+    names = list(symbols)
 
-    return [tuple(map(length, x.shape)) for x in xs]
+    def length(n: Any, first: int) -> int:
+        return first + _STEP * names.index(str(n)) if str(n) in symbols else int(n)
 
-
-def _open(
-    found: Sequence[tuple[Result, ...]], ends: Sequence[Sequence[tuple[int, ...]]], places: list[tuple[int, int]]
-) -> tuple[Result, ...] | None:
-    """Results for any lengths, from those for two; None where they say nothing of a length that came."""
-    one, two = found
-    if [(r.dtype, len(r.lengths)) for r in one] != [(r.dtype, len(r.lengths)) for r in two]:
-        return None
-    results = []
+    ends = [[tuple(length(n, first) for n in x.shape) for x in xs] for first in (_FIRST, _SECOND)]
+    one, two = map(runs, ends)
+    results, depends = [], False
     for a, b in zip(one, two, strict=True):
         lengths: list[Any] = []
         for n, m in zip(a.lengths, b.lengths, strict=True):
-            same = [(k, d) for k, d in places if (n, m) == (ends[0][k][d], ends[1][k][d])]
-            if n != m and not same:
-                return None
-            lengths.append(n if n == m else same[0])
+            same = [at for at in symbols.values() if (n, m) == (ends[0][at[0]][at[1]], ends[1][at[0]][at[1]])]
+            depends |= n != m and not same
+            lengths.append(n if n == m else same[0] if same else None)
         results.append(a._replace(lengths=tuple(lengths)))
-    return tuple(results)
+    return tuple(results), depends
 
 
 class _Place(NamedTuple):
@@ -144,7 +145,7 @@ def _runs(
             changed = assumed | {place: _Lengths(more)}
             try:
                 found.append(_run(run, xs, shapes, wanted, _AssumedComm.of(worker, changed), worker))
-            except Exception:  # noqa: PERF203 (such blocks do not fit)
+            except Exception:
                 continue
     found = [r for r in found if [len(y.lengths) for y in r] == [len(y.lengths) for y in first]]
 
@@ -246,9 +247,7 @@ class _AssumedComm:
                 return (0,) * len(own)
             if mine is None:
                 return (_FIRST,) * len(own)
-            return tuple(
-                n if p == q else x.of(n, p, q) for n, p, q, x in zip(own, mine, place, lengths, strict=True)
-            )
+            return tuple(n if p == q else x.of(n, p, q) for n, p, q, x in zip(own, mine, place, lengths, strict=True))
 
         return tuple(shape(w) for w in group.members)
 

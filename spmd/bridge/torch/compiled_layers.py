@@ -27,6 +27,7 @@ from spmd.bridge.torch.tensor import STATE_IN_COMPILED
 from spmd.bridge.torch.tensor_state import is_traced, no_overrides
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, assigned, context_of
 from spmd.errors import MeshError, StateError
+from spmd.functions.resizing import Taps
 from spmd.mesh import WORKER, Worker
 from spmd.tracebacks import boundary_like
 
@@ -81,6 +82,8 @@ def _template(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         tensors.append(torch.as_tensor(value))
         return "array", len(tensors) - 1
+    if isinstance(value, Taps):
+        return "taps", value.name
     if isinstance(value, dict):
         return "dict", tuple([(k, _template(v, tensors)) for k, v in value.items()])
     if isinstance(value, (tuple, list)):  # older tracers know no unions
@@ -95,6 +98,8 @@ def _rebuilt(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return tensors[content]
     if kind == "array":
         return tensors[content].numpy()
+    if kind == "taps":
+        return Taps.named[content]
     if kind == "dict":
         return {k: _rebuilt(v, tensors) for k, v in content}
     if kind == "tuple":
@@ -210,9 +215,7 @@ def _without_comm(worker: Worker | None) -> Iterator[None]:
         yield
 
 
-def _opaque_layer(
-    xs: Sequence[torch.Tensor], token: str, worker: Worker | None, call: tuple
-) -> list[torch.Tensor]:
+def _opaque_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None, call: tuple) -> list[torch.Tensor]:
     """A layer that runs when the graph does."""
     recorded = torch.is_grad_enabled()
     wanted = [recorded and x.requires_grad for x in xs]
@@ -327,11 +330,7 @@ def _running(worker: Worker | None, results: str) -> Iterator[None]:
         for device, dtype in _autocasts[results]:
             stack.enter_context(torch.autocast(device, dtype=dtype))
         if worker is not None:
-            bare = worker
-            if worker.tracked:  # as the backward of a map is, whatever its body was
-                bare = copy(worker)
-                bare.tracked = False
-            stack.enter_context(assigned(WORKER, bare))
+            stack.enter_context(assigned(WORKER, worker))
         yield
 
 

@@ -24,7 +24,15 @@ from spmd.state import ROOTED
 from spmd.transport.call import Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["check_planned", "differs_by_worker", "member_shapes", "ndims_seen", "of_one_worker", "result_lengths", "tokens"]
+__all__ = [
+    "check_planned",
+    "differs_by_worker",
+    "member_shapes",
+    "ndims_seen",
+    "of_one_worker",
+    "result_lengths",
+    "tokens",
+]
 
 tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 """The functions that graphs refer to, with their arguments, by their names there."""

@@ -60,7 +60,6 @@ class GraphCalls(Protocol):
         """The result, as a node of the graph that is compiled."""
         ...
 
-
     def sized(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """x, known to have this shape."""
         ...

@@ -79,6 +79,7 @@ __all__ = [
     "spectral_conv",
 ]
 
+
 @api_boundary
 def __getattr__(name: str) -> Any:
     if name not in __all__:

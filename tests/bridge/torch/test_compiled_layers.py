@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from launch import ROOT, launch, mpiexec  # noqa: E402
+
 import spmd  # noqa: E402
 from spmd import Grid, Layout, P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
+from spmd.errors import StateError  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
 
 pytestmark = pytest.mark.host("tensors of these tests lie on the host")
@@ -85,7 +89,9 @@ CASES: dict[str, list[Case]] = {
     "binary_cross_entropy": entrywise(L.binary_cross_entropy, positive=True),
     "binary_cross_entropy_with_logits": entrywise(L.binary_cross_entropy_with_logits),
     "conv": [
-        Case(lambda x, w, b: L.conv(x, w, b, padding=1, spec=SPACE), [UNEVEN, (4, 3, 3, 3), (4,)], [SPACE, WHOLE, WHOLE]),
+        Case(
+            lambda x, w, b: L.conv(x, w, b, padding=1, spec=SPACE), [UNEVEN, (4, 3, 3, 3), (4,)], [SPACE, WHOLE, WHOLE]
+        ),
         Case(lambda x, w, b: L.conv(x, w, b, 2), [UNEVEN, (4, 3, 3, 3), (4,)], [ROWS, WHOLE, WHOLE], True),
         Case(lambda x, w: L.conv(x, w, None, w_spec=ROWS), [UNEVEN, (4, 3, 3, 3)], [WHOLE, ROWS], True),
     ],
@@ -104,11 +110,18 @@ CASES: dict[str, list[Case]] = {
         Case(lambda t, i: L.embedding(t, i, padding_idx=2), [(7, 3), labels(7, 5, 2)], [WHOLE, ROWS]),
     ],
     "group_norm": [
-        Case(lambda x, w, b: L.group_norm(x, 2, w, b, spec=SPACE), [(2, 4, 7), (4,), (4,)], [SPACE, WHOLE, WHOLE], True),
+        Case(
+            lambda x, w, b: L.group_norm(x, 2, w, b, spec=SPACE), [(2, 4, 7), (4,), (4,)], [SPACE, WHOLE, WHOLE], True
+        ),
         Case(lambda x, w: L.group_norm(x, 2, w, spec=COLUMNS), [(2, 6, 5), (6,)], [COLUMNS, ROWS]),
     ],
     "gru": [
-        Case(lambda x, h, *p: L.gru(x, h, named(p)), [(3, 5, 4), (1, 5, 5), *cell(3)], [COLUMNS, COLUMNS, *[WHOLE] * 4], True),
+        Case(
+            lambda x, h, *p: L.gru(x, h, named(p)),
+            [(3, 5, 4), (1, 5, 5), *cell(3)],
+            [COLUMNS, COLUMNS, *[WHOLE] * 4],
+            True,
+        ),
         Case(lambda x, *p: L.gru(x, None, named(p), spec=TIME), [(4, 3, 4), *cell(3)], [TIME, *[WHOLE] * 4]),
     ],
     "huber_loss": entrywise(L.huber_loss, delta=0.5),
@@ -271,7 +284,7 @@ def check(case: Case, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
 @pytest.mark.parametrize(
-    "name,k", [pytest.param(n, k, id=f"{n}-{k}") for n, cases in CASES.items() for k in range(len(cases))]
+    ("name", "k"), [pytest.param(n, k, id=f"{n}-{k}") for n, cases in CASES.items() for k in range(len(cases))]
 )
 def test_compiled_is_eager(name, k, size):
     case = CASES[name][k]
@@ -302,7 +315,7 @@ def test_every_layer_has_a_case():
 
 
 @pytest.mark.parametrize(
-    "name,k", [pytest.param(n, k, id=f"{n}-{k}") for n, cases in MODULES.items() for k in range(len(cases))]
+    ("name", "k"), [pytest.param(n, k, id=f"{n}-{k}") for n, cases in MODULES.items() for k in range(len(cases))]
 )
 def test_compiled_modules_are_eager(name, k):
     make, case = MODULES[name][k]
@@ -325,3 +338,141 @@ def test_compiled_modules_are_eager(name, k):
         for values in compiled:
             for a, b in zip(values, eager, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# What stands around layers
+
+
+def network(x: Any, w: Any, v: Any, u: Any) -> Any:
+    """A convolution, whose result has lengths that other workers decide, and layers after it."""
+    y = L.conv(x, w, None, padding=1, spec=SPACE)
+    y = L.max_pool(torch.relu(y), 2, spec=SPACE)
+    y = L.layer_norm(y.mean(3).transpose(1, 2), v)
+    return L.mse_loss(L.linear(y, u), torch.zeros(()).double().expand(*y.shape[:2], 2), spec=COLUMNS)
+
+
+NETWORK = Case(network, [(2, 3, 9, 7), (4, 3, 3, 3), (4,), (2, 4)], [SPACE, WHOLE, WHOLE, WHOLE])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_network(size):
+    mesh, xs = Mesh(x=size), arrays(NETWORK, size)
+    loss = loss_of(network)
+    fast = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    equal(run_on(mesh, NETWORK, fast, xs), run_on(mesh, NETWORK, loss, xs))
+
+
+@pytest.mark.full
+def test_a_network_with_inductor():
+    mesh, xs = Mesh(x=2), arrays(NETWORK, 2)
+    loss = loss_of(network)
+    equal(run_on(mesh, NETWORK, torch.compile(loss, fullgraph=True), xs), run_on(mesh, NETWORK, loss, xs))
+
+
+def test_batches_of_several_sizes_share_a_graph():
+    """Each worker has a graph for the first size, and one for all others: of a layer that is traced, and of an op."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def call(x: Any, w: Any, k: Any) -> Any:
+        return L.conv(L.linear(x, w, spec=P(), w_spec=P(None)), k, padding=1, spec=SPACE)
+
+    specs = [SPACE, WHOLE, WHOLE]
+    graphs = CompileCounterWithBackend("aot_eager")
+    loss, mesh = loss_of(call), Mesh(x=2)
+    fast = torch.compile(loss, fullgraph=True, backend=graphs)
+    for n in (2, 5, 3, 4, 7):
+        case = Case(call, [(n, 3, 8, 5), (4, 5), (2, 3, 3, 3)], specs)
+        xs = arrays(case, n)
+        equal(run_on(mesh, case, fast, xs), run_on(mesh, case, loss, xs))
+    assert graphs.frame_count <= 2 * mesh.size
+
+
+def test_nothing_is_compiled_again():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs, mesh, xs = CompileCounterWithBackend("aot_eager"), Mesh(x=2), arrays(NETWORK, 2)
+    fast = torch.compile(loss_of(network), fullgraph=True, backend=graphs)
+    run_on(mesh, NETWORK, fast, xs, steps=2)
+    first = graphs.frame_count
+    for _ in range(2):
+        run_on(mesh, NETWORK, fast, xs, steps=2)
+    assert graphs.frame_count == first <= mesh.size
+
+
+def test_states_are_refused_by_name():
+    fast = torch.compile(lambda x, w: L.linear(x, w, w_spec=ROWS), fullgraph=True, backend="aot_eager")
+    with pytest.raises(StateError, match="check=False"):
+        spt.map(fast, (P(), ROWS), COLUMNS, mesh=Mesh(x=2))(torch.ones(3, 4), torch.ones(4, 4))
+
+
+def test_wrong_arguments_are_named():
+    fast = torch.compile(lambda x, w: L.conv(x, w, spec=SPACE), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="argument w"):
+        spt.map(fast, (SPACE, P()), SPACE, mesh=Mesh(x=2), check=False)(torch.ones(1, 2, 6), torch.ones(1, 3, 3))
+
+
+def test_calls_in_flight_and_graphs_without_backward():
+    """Two forward passes before the first backward, in any order, and one that never comes."""
+    mesh, found = Mesh(x=2), {}
+
+    def body(x: Any, w: Any) -> None:
+        call = lambda x, w: L.conv(x, w, padding=1, spec=SPACE).square().sum()
+        fast = torch.compile(call, fullgraph=True, backend="aot_eager")
+        own = [w.clone().requires_grad_() for _ in range(3)]
+        a, b, _ = (fast(k * x, v) for k, v in enumerate(own, 1))
+        b.backward()
+        a.backward()
+        again = [w.clone().requires_grad_() for _ in range(2)]
+        for k, v in enumerate(again, 1):
+            call(k * x, v).backward()
+        assert own[2].grad is None
+        found[spmd.worker_index("x")] = [(v.grad, e.grad) for v, e in zip(own, again, strict=False)]
+
+    x, w = arrays(Case(len, [(2, 3, 7), (4, 3, 3)], []), 0)
+    spt.map(body, (SPACE, P()), None, mesh=mesh, check=False)(x, w)
+    for pairs in found.values():
+        for g, e in pairs:
+            torch.testing.assert_close(g, e, rtol=1e-12, atol=1e-12)
+
+
+def test_checkpointed_layers():
+    from torch.utils.checkpoint import checkpoint
+
+    def call(x: Any, w: Any) -> Any:
+        part = lambda x: torch.tanh(L.conv(torch.sin(x), w, padding=1, spec=SPACE))
+        return checkpoint(part, x, use_reentrant=False)
+
+    case = Case(call, [(2, 3, 7), (3, 3, 3)], [SPACE, WHOLE])
+    mesh, xs, loss = Mesh(x=2), arrays(case, 2), loss_of(call)
+    fast = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    equal(run_on(mesh, case, fast, xs), run_on(mesh, case, loss, xs))
+
+
+def test_a_second_derivative_is_refused():
+    def body(x: Any, w: Any) -> None:
+        w = w.clone().requires_grad_()
+        y = torch.compile(lambda w: L.conv(x, w, spec=SPACE).pow(3).sum(), fullgraph=True, backend="aot_eager")(w)
+        (g,) = torch.autograd.grad(y, w, create_graph=True)
+        g.sum().backward()
+
+    with pytest.raises(RuntimeError, match="double backward"):
+        spt.map(body, (SPACE, P()), None, mesh=Mesh(x=1), check=False)(torch.ones(1, 2, 6), torch.ones(1, 2, 3))
+
+
+def test_outside_of_bodies():
+    """Nothing is split: torch's operators alone."""
+    fast = torch.compile(lambda x, w: L.linear(torch.sin(x), w), fullgraph=True, backend="aot_eager")
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    torch.testing.assert_close(fast(x, w), torch.sin(x) @ w.T)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_a_network_in_processes():
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    ended = launch(ROOT / "tests" / "bridge" / "torch" / "test_compiled_layers.py", n=2, timeout=300, PYTHONPATH=path)
+    assert ended.returncode == 0, ended
+
+
+if __name__ == "__main__":  # by mpiexec
+    test_a_network(2)
