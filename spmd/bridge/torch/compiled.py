@@ -181,8 +181,8 @@ def compilable(function: Callable) -> Callable:
 
 def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     """A function of one linear operator, traced."""
-    frozen = tuple(frozen(a) for a in args), tuple((k, frozen(a)) for k, a in kwargs.items())
-    return _traced(x, _constant_token(name, *frozen))
+    positional, named = tuple(frozen(a) for a in args), tuple((k, frozen(a)) for k, a in kwargs.items())
+    return _traced(x, _constant_token(name, positional, named))
 
 
 def _traced(x: torch.Tensor, token: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The shapes of a layer's results in a compiled graph, where the blocks of other workers matter.
 
-The layer runs on tensors without data, with a comm that assumes how long the others' blocks are: as this worker's, or an
-entry longer or shorter. A length of the result that is not the same for all of these stays open in the graph.
+The layer runs on tensors without data, with a comm that assumes how long the others' blocks are: as this worker's, or
+an entry longer or shorter. A length of the result that is not the same for all of these stays open in the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmd.operators.base import Operator
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["Result", "assumed_results", "concrete_lengths"]
+__all__ = ["Result", "assumed_results"]
 
 _FIRST, _STEP = 211, 2
 """Two runs stand for any length of an open dimension: these are 211 or 307, and 2 more for each further one."""
@@ -43,11 +43,9 @@ class Result(NamedTuple):
     lengths: tuple[Any, ...]
     differentiable: bool
 
-    def lengths_of(self, xs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def lengths_of(self, xs: Sequence[Any]) -> tuple[Any, ...]:
+        """The lengths, for these arguments."""
         return tuple(xs[n[0]].shape[n[1]] if isinstance(n, tuple) else n for n in self.lengths)
-
-
-concrete_lengths = Result.lengths_of
 
 
 def assumed_results(
@@ -129,6 +127,7 @@ class _Lengths(NamedTuple):
         return max(0, base + (other < self.longer))
 
 
+_ALIKE = _Lengths()
 _Assumed = dict[_Place, _Lengths]
 _MIXED_MAX = 64
 """Of so many balanced layouts at most it is tried whether one fits."""
@@ -230,7 +229,7 @@ class _AssumedComm:
         self.otherwise, self.met = otherwise, dict(assumed)
 
     @classmethod
-    def of(cls, worker: Worker | None, assumed: _Assumed, otherwise: _Lengths = _Lengths()) -> _AssumedComm | None:
+    def of(cls, worker: Worker | None, assumed: _Assumed, otherwise: _Lengths = _ALIKE) -> _AssumedComm | None:
         return None if worker is None else cls(worker, assumed, otherwise)
 
     def assumed_shapes(self, spec: P | Grid, own: tuple[int, ...], group: Group) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,7 @@ import torch
 import spmd.bridge.torch.compiled_calls  # noqa: F401 (how operators are applied within layers)
 from spmd import functions
 from spmd.bridge.torch.compiled import context_of_ticket, frozen, own_result, refuse_states, thawed, ticket_of
-from spmd.bridge.torch.compiled_layer_shapes import Result, assumed_results, concrete_lengths
+from spmd.bridge.torch.compiled_layer_shapes import Result, assumed_results
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED
 from spmd.bridge.torch.tensor_state import is_traced, no_overrides
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, assigned, context_of
@@ -91,7 +91,7 @@ def _template(value: Any, tensors: list[torch.Tensor]) -> Any:
     return "value", frozen(value)
 
 
-def _rebuilt(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _rebuilt(template: Any, tensors: Sequence[Any]) -> Any:
     """The value of a template."""
     kind, content = template
     if kind == "tensor":
@@ -349,7 +349,7 @@ def _apart(ys: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> list[torch
 def _check(token: str, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], results: Sequence[Result]) -> None:
     """Raise where results have other lengths or dtypes than a graph takes for granted."""
     for y, r in zip(ys, results, strict=True):
-        lengths = concrete_lengths(r, xs)
+        lengths = r.lengths_of(xs)
         fits = y.dtype == r.dtype and y.ndim == len(lengths)
         if fits and all(n in (None, m) for n, m in zip(lengths, y.shape, strict=True)):
             continue
@@ -357,5 +357,5 @@ def _check(token: str, xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor], r
             f"a compiled call of {token.split('(')[0]}",
             got=f"a result of shape {list(y.shape)}, {y.dtype}, of blocks of shapes {[list(x.shape) for x in xs]}",
             need=f"shape {['?' if n is None else n for n in lengths]}, {r.dtype}, for which the graph was made",
-            mend="give layouts, or shape=, which say how long all blocks are; torch.compiler.disable keeps this call out",
+            mend="give layouts, or shape=, which say how long all blocks are; or torch.compiler.disable the call",
         )
