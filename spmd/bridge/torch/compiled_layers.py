@@ -158,7 +158,7 @@ def _layer(xs: Sequence[torch.Tensor], token: str) -> list[torch.Tensor]:
     if not any(map(is_traced, xs)):
         return _called(token, xs)
     recorded = torch.is_grad_enabled()
-    call = (token, recorded, *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
+    call = (token, recorded, *_autocast(), *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
     if call not in _opaque_calls:
         ys = _traced_layer(xs, token, worker)
         if ys is not None:
@@ -215,6 +215,11 @@ def _without_comm(worker: Worker | None) -> Iterator[None]:
         yield
 
 
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    """The kinds of devices on which torch chooses dtypes now, and which it chooses."""
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
 def _opaque_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None, call: tuple) -> list[torch.Tensor]:
     """A layer that runs when the graph does."""
     recorded = torch.is_grad_enabled()
@@ -223,7 +228,7 @@ def _opaque_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None,
     if results is None:
         results = assumed_results(lambda tensors: _called(token, tensors), xs, wanted, worker)
         _opaque_calls[call] = results
-    autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    autocast = _autocast()
     text = f"{results} {autocast}"
     _results[text] = results
     _autocasts[text] = autocast
@@ -315,7 +320,7 @@ torch.library.register_autograd("spmd::opaque", _back, setup_context=_keep)
 _keys: Any = torch._C.DispatchKey
 _AUTOGRAD = functools.reduce(
     lambda keys, key: keys | torch._C.DispatchKeySet(key),
-    (_keys.AutogradCUDA, _keys.AutogradOther, _keys.ADInplaceOrView, _keys.AutocastCPU, _keys.AutocastCUDA),
+    (_keys.AutogradCUDA, _keys.AutogradOther, _keys.ADInplaceOrView),
     torch._C.DispatchKeySet(_keys.AutogradCPU),
 )
 

@@ -459,6 +459,32 @@ def test_a_second_derivative_is_refused():
         spt.map(body, (SPACE, P()), None, mesh=Mesh(x=1), check=False)(torch.ones(1, 2, 6), torch.ones(1, 2, 3))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_are_those_of_eager_mode(autocast):
+    def call(x: Any, w: Any, v: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return L.conv(x, w, padding=1, spec=SPACE), L.linear(x, v, w_spec=WHOLE)
+
+    x, w, v = (a.float() for a in arrays(Case(len, [(2, 3, 7), (4, 3, 3), (5, 3)], []), 0))
+    mesh, found = Mesh(x=2), {}
+
+    def body(x: Any, w: Any, v: Any) -> None:
+        fast = torch.compile(call, fullgraph=True, backend="aot_eager")
+        x = x[..., :3]
+        leaves = [w.clone().requires_grad_(), v.clone().requires_grad_()]
+        runs = []
+        for f in (call, fast):
+            results = f(x, *leaves)
+            runs.append([*results, *torch.autograd.grad(sum(y.float().square().sum() for y in results), leaves)])
+        found[spmd.worker_index("x")] = runs
+
+    spt.map(body, (SPACE, WHOLE, WHOLE), None, mesh=mesh, check=False)(x, w, v)
+    for eager, compiled in found.values():
+        for a, b in zip(compiled, eager, strict=True):
+            torch.testing.assert_close(a, b)
+        assert eager[0].dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
 def test_outside_of_bodies():
     """Nothing is split: torch's operators alone."""
     fast = torch.compile(lambda x, w: L.linear(torch.sin(x), w), fullgraph=True, backend="aot_eager")
