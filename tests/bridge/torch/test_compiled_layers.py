@@ -282,9 +282,18 @@ def check(case: Case, mesh: Mesh) -> None:
     assert case.traced in (None, "spmd.opaque.default" not in nodes)
 
 
-@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
+LATER = pytest.mark.full
+"""Of the ordinary run is the first case of each function."""
+
+
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=LATER) for n in (1, 2))])
 @pytest.mark.parametrize(
-    ("name", "k"), [pytest.param(n, k, id=f"{n}-{k}") for n, cases in CASES.items() for k in range(len(cases))]
+    ("name", "k"),
+    [
+        pytest.param(n, k, id=f"{n}-{k}", marks=[LATER] * (k > 0))
+        for n, cases in CASES.items()
+        for k in range(len(cases))
+    ],
 )
 def test_compiled_is_eager(name, k, size):
     case = CASES[name][k]
