@@ -79,6 +79,10 @@ class Frontend(Protocol):
         """x in the dtype that corresponds to this NumPy dtype."""
         ...
 
+    def sized(self, x: Any, shape: tuple[int, ...]) -> Any:
+        """x, which has this shape, as layouts say: where its own is not known before a compiled graph runs."""
+        ...
+
     def stack(self, xs: Sequence[Any]) -> Any:
         """Arrays of one shape as one, along a new first dimension."""
         ...

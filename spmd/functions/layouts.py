@@ -176,6 +176,9 @@ def _shapes(where: str, x: Any, axes: tuple[str, ...], spec: P | Grid, worker: W
     group = worker.group(axes)
     if group.size == 1:
         return (tuple(x.shape),)
+    assumed = getattr(worker.comm, "assumed_shapes", None)  # of a worker that compiles
+    if assumed is not None:
+        return assumed(spec, tuple(x.shape), group)
     same_shape = None if isinstance(spec, Grid) else False
     call = Call(where.removeprefix("spmd."), axes, dtype_of(x), tuple(x.shape), detail=str(spec), same_shape=same_shape)
     return tuple(tuple(s) for s in worker.comm.shapes(group, call).wait())

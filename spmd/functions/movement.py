@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from spmd.box_layout import BoxLayout
+from spmd.frontends import frontend
 from spmd.layout import Box, Layout
 from spmd.mesh import here
 from spmd.operators.apply import operate
@@ -51,8 +52,12 @@ def gathered(x: Any, source: Layout, target: Layout, varying: Iterable[str]) -> 
     joined = _joined(source, target, frozenset(varying))
     if joined is None:
         return varied(relaid(x, source, target), varying)
+    x = all_gather(x, joined[0], axis=joined[1], tiled=True)
+    other = frontend(x)
+    if other is not None:
+        x = other.sized(x, target.block_shape(here("spmd.functions").index))
     # The adjoint of the all-gather sums over its axes already.
-    return varied(all_gather(x, joined[0], axis=joined[1], tiled=True), [n for n in varying if n not in joined[0]])
+    return varied(x, [n for n in varying if n not in joined[0]])
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from spmd.frontends import frontend
 from spmd.functions.local import local, namespace
 from spmd.functions.recurrent_cells import Chain, State, empty
 from spmd.layout import block_sizes, offsets
@@ -110,8 +111,16 @@ class _Run:
             return
         last = self.line.size - 1
         pairs = [(last - p, last - p - 1) if self.chain.reverse else (p, p + 1) for p in senders]
-        self.received = [ppermute(wire, self.line.names, pairs) for wire in sent]
+        received = [ppermute(wire, self.line.names, pairs) for wire in sent]
+        self.received = [self._sized(wire, k, tick - self.place + 1) for k, wire in enumerate(received)]
         self.tokens = self._joined(self.received)
+
+    def _sized(self, wire: Any, k: int, piece: int) -> Any:
+        """A wire that came, with the states of a microbatch if there is such a one."""
+        other = frontend(wire)
+        if other is None or self.place == 0 or not 0 <= piece < self.line.microbatches:
+            return wire
+        return other.sized(wire, (self.cuts[piece + 1] - self.cuts[piece], self._width(k)))
 
     def _joined(self, wires: Wires) -> tuple[Any, ...]:
         """The tokens, which depend on these arrays, too. So every worker's result depends on every message, and all

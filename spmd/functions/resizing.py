@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -35,15 +37,23 @@ _WHERE = "spmd.functions.resize"
 _NUMBERS = "floating-point or complex numbers"
 
 
+_numbers = itertools.count()
+
+
 class Taps:
     """A linear map along an axis: output o is the sum over k of weight[o, k] * x[index[o, k]].
 
-    n: the length of the input. index, weight: (outputs, taps). `len` gives the outputs.
+    n: the length of the input. index, weight: (outputs, taps). `len` gives the outputs. name: its own in this process,
+    for compiled graphs.
     """
+
+    named: ClassVar[WeakValueDictionary[str, Taps]] = WeakValueDictionary()
 
     def __init__(self, n: int, index: np.ndarray, weight: np.ndarray):
         self.n, self.index, self.weight = n, index, weight
         self._cache: dict[Any, Any] = {}
+        self.name = f"taps {next(_numbers)}"
+        Taps.named[self.name] = self
 
     def __len__(self) -> int:
         return len(self.index)

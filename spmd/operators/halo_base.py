@@ -68,6 +68,10 @@ class Halo(Operator):
             self.spec, self.widths, self.boundary, group.axes, group.dims, group.members, group.index, ndim
         )
 
+    def lines(self, group: Group, ndim: int) -> tuple[Group, ...]:
+        """The workers along each dimension."""
+        return tuple(dim.line for dim in self._dimensions(group, ndim))
+
     def _given(self, d: int) -> tuple[int, ...] | None:
         """The lengths of the blocks of a dimension, if they were given."""
         return self.sizes[d] if self.sizes is not None and d < len(self.sizes) else None

@@ -22,6 +22,7 @@ from spmd.bridge.torch.function import apply, expanded, recorded_calls, ties_of
 from spmd.bridge.torch.tensor import STATE_IN_COMPILED, Tensor
 from spmd.bridge.torch.worker_context import COMPILE_GUARD, WorkerContext, context_of, map_ended
 from spmd.errors import MeshError, StateError
+from spmd.grid import Grid
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
@@ -30,7 +31,19 @@ from spmd.operators.reduce import Extremum
 from spmd.operators.sums import Sum
 from spmd.tracebacks import api_boundary
 
-__all__ = ["OperatorFunction", "compilable", "operator", "token_of"]
+__all__ = [
+    "OperatorFunction",
+    "compilable",
+    "context_of_ticket",
+    "frozen",
+    "operator",
+    "own_result",
+    "refuse_states",
+    "thawed",
+    "ticket_of",
+    "token_of",
+    "total_token",
+]
 
 # References in a graph: tokens for functions, tickets for bound operators.
 
@@ -52,24 +65,29 @@ def _summed(part_of: str, back: bool, x: Any, names: tuple[str, ...]) -> Any:
     return operate(named("psum", Sum, names, forward=part_of) if back else named(part_of, Sum, names), x)
 
 
-def _ticket(op: Operator, context: WorkerContext) -> torch.Tensor:
-    """A number for an operator bound on a worker; equal ones have one number."""
+def ticket_of(context: WorkerContext, op: Operator | None = None) -> torch.Tensor:
+    """A number for a worker's context, and an operator bound there; equal ones have one number."""
     if context.number not in _contexts:
         _contexts[context.number] = context
-    place = context.tickets.setdefault(op, len(context.tickets))
+    place = 0 if op is None else context.tickets.setdefault(op, len(context.tickets))
     return torch.tensor([context.number * _PLACES + place])
+
+
+def context_of_ticket(ticket: torch.Tensor) -> WorkerContext:
+    """The worker's context of a ticket."""
+    context = _contexts.get(int(ticket) // _PLACES)
+    if context is None:
+        raise map_ended("backward of a compiled function")
+    return context
 
 
 def _bound(ticket: torch.Tensor) -> tuple[Operator, WorkerContext]:
     """The operator of a ticket, and the worker's context."""
-    number, place = divmod(int(ticket), _PLACES)
-    context = _contexts.get(number)
-    if context is None:
-        raise map_ended("backward of a compiled function")
-    return next(itertools.islice(context.tickets, place, None)), context
+    context = context_of_ticket(ticket)
+    return next(itertools.islice(context.tickets, int(ticket) % _PLACES, None)), context
 
 
-def _own(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def own_result(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A result that shares no memory with the argument, and is laid out as graphs expect."""
     y = y.contiguous()
     return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y
@@ -89,8 +107,8 @@ def _apply(x: torch.Tensor, token: str) -> tuple[torch.Tensor, torch.Tensor]:
             mend="call it outside of the compiled function",
         )
     check_planned(token, tuple(x.shape), tuple(y.shape), here("torch.compile"))
-    y = _own(y, x)
-    return y, _ticket(op, calls[0].context)
+    y = own_result(y, x)
+    return y, ticket_of(calls[0].context, op)
 
 
 @_apply.register_fake
@@ -108,7 +126,7 @@ def _move(g: torch.Tensor, ticket: torch.Tensor, shape: Sequence[int], forward: 
     op, context = _bound(ticket)
     with torch.no_grad():
         y = apply(op if forward else op.back, g, context)
-    return _own(y, g)
+    return own_result(y, g)
 
 
 @_move.register_fake
@@ -152,7 +170,7 @@ def compilable(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and isinstance(x, torch.Tensor):
-            _refuse_states(x)
+            refuse_states(x)
             if own is not None:
                 return own(x, *args, **kwargs)
             return _in_graph(x, name, args, kwargs)
@@ -163,8 +181,8 @@ def compilable(function: Callable) -> Callable:
 
 def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     """A function of one linear operator, traced."""
-    frozen = tuple(_frozen(a) for a in args), tuple((k, _frozen(a)) for k, a in kwargs.items())
-    return _traced(x, _constant_token(name, *frozen))
+    positional, named = tuple(frozen(a) for a in args), tuple((k, frozen(a)) for k, a in kwargs.items())
+    return _traced(x, _constant_token(name, positional, named))
 
 
 def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
@@ -180,22 +198,24 @@ def _constant_differs_by_worker(token: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _constant_token(name: str, args: tuple, kwargs: tuple, part_of: str = "", back: bool = False) -> str:
-    return _token(name, tuple(_thawed(a) for a in args), {k: _thawed(a) for k, a in kwargs}, part_of, back)
+    return _token(name, tuple(thawed(a) for a in args), {k: thawed(a) for k, a in kwargs}, part_of, back)
 
 
-def _frozen(a: Any) -> Any:
+def frozen(a: Any) -> Any:
     """An argument as constants that the tracer of torch.compile can hold."""
     if isinstance(a, P):
         return "P", a.dims
     if isinstance(a, Layout):
         spec = None if a.spec is None else a.spec.dims
         return "Layout", a.shape, spec, tuple(a.axes.items()), a.cuts, a.copies, a.workers
+    if isinstance(a, Grid):
+        return "Grid", a.dims, a.workers, a.copies, a.axes
     if isinstance(a, (tuple, list)):  # older tracers know no unions
-        return "tuple", tuple([_frozen(b) for b in a])
+        return "tuple", tuple([frozen(b) for b in a])
     return a
 
 
-def _thawed(a: Any) -> Any:
+def thawed(a: Any) -> Any:
     match a:
         case ("P", dims):
             return P(*dims)
@@ -205,8 +225,10 @@ def _thawed(a: Any) -> Any:
             return Layout.grid(shape, grid, dict(axes), workers, cuts, copies=copies)
         case ("Layout", shape, dims, axes, cuts, copies, _):
             return Layout(shape, P(*dims), dict(axes), cuts, copies=copies)
+        case ("Grid", *fields):
+            return Grid(*fields)
         case ("tuple", items):
-            return tuple(_thawed(b) for b in items)
+            return tuple(thawed(b) for b in items)
     return a
 
 
@@ -231,7 +253,7 @@ def _attain(x: torch.Tensor, how: str, total: str, dims: Sequence[int]) -> torch
     (names,) = tokens[total][1]
     with torch.no_grad():
         op = named(how, Extremum, names, how[-3:], tuple(dims))
-        return _own(apply(op, x, context_of(here("torch.compile"))), x)
+        return own_result(apply(op, x, context_of(here("torch.compile"))), x)
 
 
 @_attain.register_fake
@@ -260,7 +282,7 @@ torch.library.register_autograd("spmd::attain", _back_of_attain, setup_context=_
 def _constant_axes(axis_name: Any, function: str) -> tuple[tuple[str, ...], int]:
     """The names of axes, and how many workers lie along them."""
     worker = here(f"spmd.{function}")
-    names = worker.mesh.names(_thawed(axis_name), f"spmd.{function}")
+    names = worker.mesh.names(thawed(axis_name), f"spmd.{function}")
     return names, worker.group(names).size
 
 
@@ -270,11 +292,11 @@ def _dims(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
 
 
 def _sum_of(part_of: str, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-    return _traced(x, _constant_token("psum", (_frozen(names),), (), part_of))
+    return _traced(x, _constant_token("psum", (frozen(names),), (), part_of))
 
 
 def _sum_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
-    names, _ = _constant_axes(_frozen(axis_name), "sum")
+    names, _ = _constant_axes(frozen(axis_name), "sum")
     dims = _dims(x, axis)
     if x.dtype in _SHORT:
         return _sum_of("sum", x.sum(dims, dtype=torch.float32) if dims else x.float(), names).to(x.dtype)
@@ -296,7 +318,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
-    names, _ = _constant_axes(_frozen(axis_name), "mean")
+    names, _ = _constant_axes(frozen(axis_name), "mean")
     dims = _dims(x, axis)
     wide = _widened(x)
     total = _sum_of("mean", wide.sum(dims) if dims else wide, names)
@@ -308,17 +330,27 @@ def _mean_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Ten
 
 
 def _pmean_traced(x: torch.Tensor, axis_name: Any) -> torch.Tensor:
-    names, size = _constant_axes(_frozen(axis_name), "pmean")
+    names, size = _constant_axes(frozen(axis_name), "pmean")
     return _rounded(_sum_of("pmean", _widened(x), names) / size, x.dtype)
+
+
+def total_token(function: str, names: tuple[str, ...]) -> str:
+    """The name in graphs of the sum that an extremum by a function takes backward."""
+    _token("pvary", (names,), {})
+    return _token("psum", (names,), {}, function, True)
+
+
+@torch.compiler.assume_constant_result
+def _constant_total(function: str, names: tuple[str, ...]) -> str:
+    return total_token(function, names)
 
 
 def _extremum_traced(how: str, over_entries: bool) -> Callable:
     def call(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
         function = how if over_entries else f"p{how}"
-        names, _ = _constant_axes(_frozen(axis_name), function)
+        names, _ = _constant_axes(frozen(axis_name), function)
         dims = _dims(x, axis) if over_entries else ()
-        _constant_token("pvary", (_frozen(names),), ())
-        total = _constant_token("psum", (_frozen(names),), (), function, True)
+        total = _constant_total(function, names)
         return torch.ops.spmd.attain(x, function, total, list(dims))
 
     return call
@@ -336,7 +368,7 @@ _DECOMPOSED: dict[str, Callable] = {
 """How functions are traced that are not one linear operator."""
 
 
-def _refuse_states(x: torch.Tensor) -> None:
+def refuse_states(x: torch.Tensor) -> None:
     if isinstance(x, Tensor):
         raise StateError(STATE_IN_COMPILED)
 
@@ -351,7 +383,7 @@ class OperatorFunction:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
-            _refuse_states(x)
+            refuse_states(x)
             return _traced(x, self.token)
         y = self.op(x)
         worker = WORKER.get()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 import spmd
 from spmd import frontends
@@ -17,31 +18,58 @@ from spmd.errors import MeshError
 from spmd.layout import Layout
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.base import Collective, Operator
+from spmd.operators.halo_base import Halo
 from spmd.replicas.records import Replicas
 from spmd.state import ROOTED
 from spmd.transport.call import Group
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["check_planned", "differs_by_worker", "ndims_seen", "result_lengths", "tokens"]
+__all__ = [
+    "check_planned",
+    "differs_by_worker",
+    "member_shapes",
+    "ndims_seen",
+    "of_one_worker",
+    "result_lengths",
+    "tokens",
+]
 
 tokens: dict[str, tuple[Any, tuple, dict[str, Any]]] = {}
 """The functions that graphs refer to, with their arguments, by their names there."""
 
 
+of_one_worker: set[str] = set()
+"""The tokens of operators in graphs that belong to one worker anyhow."""
+
+
 def result_lengths(token: str, shape: tuple[Any, ...], worker: Worker) -> tuple[Any, ...]:
     """The shape of the result on this worker; None for a length that the blocks of the others decide.
 
-    A length that is itself open, as another operator has left it, stands for any: two are planned with.
+    A length that is itself open, as another operator has left it, or that the graph takes as it comes, stands for any:
+    two are planned with. Lengths that come are fixed where that does not say the result's.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
+    symbolic = [d for d, n in enumerate(shape) if isinstance(n, torch.SymInt)]
+    unknown = [d for d in symbolic if free_unbacked_symbols(shape[d])]
+    if len(symbolic) > len(unknown):
+        lengths = _lengths(token, shape, worker, symbolic)
+        if lengths is not None and None not in lengths:
+            return lengths
+    lengths = _lengths(token, shape, worker, unknown)
+    if lengths is None:
+        return (None,) * _ndim(token, shape, unknown, tuple(worker.mesh.axes.items()), worker)
+    return lengths
+
+
+def _lengths(token: str, shape: tuple[Any, ...], worker: Worker, open_dims: list[int]) -> tuple[Any, ...] | None:
+    """`result_lengths`, with any lengths in the open dimensions; None where plans do not tell."""
     axes = tuple(worker.mesh.axes.items())
     index = worker.index if differs_by_worker(token) else None
-    open_dims = [d for d, n in enumerate(shape) if free_unbacked_symbols(n)]
     samples = [tuple(first + 2 * d if d in open_dims else int(n) for d, n in enumerate(shape)) for first in (211, 307)]
     planned = [_planned(token, sample, axes, index) for sample in (samples if open_dims else samples[:1])]
     if None in planned:
-        return (None,) * _ndim(token, shape, open_dims, axes, worker)
+        return None
 
     def length(*lengths: int | None) -> Any:
         same = [shape[d] for d in open_dims if lengths == (samples[0][d], samples[1][d])]
@@ -87,6 +115,8 @@ ndims_seen: dict[tuple, int] = {}
 def differs_by_worker(token: str) -> bool:
     """Whether equal blocks may give results of other shapes on one worker than on another: then each has a graph."""
     op = tokens[token][0]
+    if token in of_one_worker:
+        return True
     if getattr(op, "learns", False) or getattr(op, "layouts", None) is not None:
         return True
     if isinstance(op, Operator):
@@ -133,6 +163,20 @@ class _AssumedShapes:
         return Done([self.own if k == group.index else self.others for k in range(group.size)])
 
 
+def member_shapes(op: Operator, group: Group, own: tuple[int, ...], others: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the blocks of all members: `others`, in the lengths that the operator does not know."""
+    shapes = [own if k == group.index else others for k in range(group.size)]
+    if not isinstance(op, Halo) or op.sizes is None:
+        return shapes
+    lines = [op.lines(group.of_member(k), len(own)) for k in range(group.size)]
+
+    def length(k: int, d: int) -> int:
+        sizes = op.sizes[d] if d < len(op.sizes) else None
+        return shapes[k][d] if sizes is None or k == group.index else sizes[lines[k][d].index]
+
+    return [tuple(length(k, d) for d in range(len(own))) for k in range(group.size)]
+
+
 @functools.lru_cache(maxsize=4096)
 def _planned(
     token: str, shape: tuple[int, ...], axes: tuple[tuple[str, int], ...], index: int | None
@@ -173,7 +217,7 @@ def _planned_on(
         if isinstance(op, _Block):
             return own
         group = mesh.group(index, op.axes)
-        return op.out_shape(group, comm.shapes(group).wait(), np.dtype(np.int8))
+        return op.out_shape(group, member_shapes(op, group, own, others), np.dtype(np.int8))
     except (
         ValueError,
         TypeError,

@@ -13,7 +13,7 @@ import torch
 
 from spmd import frontends
 from spmd.bridge.torch.autocast import run_under_autocast
-from spmd.bridge.torch.function import apply, start_call
+from spmd.bridge.torch.function import apply, sized_in_graph, start_call
 from spmd.bridge.torch.interop import array_dtype, array_of, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import needs_grad, plain, state_of_tensor, summed_state
@@ -106,6 +106,9 @@ class TorchFrontend:
 
     def cast(self, x: torch.Tensor, dtype: np.dtype) -> torch.Tensor:
         return x.to(torch_dtype(dtype))
+
+    def sized(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return sized_in_graph(x, shape)
 
     def stack(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([*xs])

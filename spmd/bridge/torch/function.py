@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,7 +29,7 @@ from spmd.operators.base import Collective, Operator
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary
 
-__all__ = ["CollectiveCall", "Function", "apply", "recorded_calls"]
+__all__ = ["CollectiveCall", "Function", "GraphCalls", "apply", "recorded_calls", "sized_in_graph", "use_graph_calls"]
 
 
 class _Function(torch.autograd.Function):
@@ -47,6 +47,36 @@ def recorded_calls() -> Iterator[list[CollectiveCall]]:
     calls: list[CollectiveCall] = []
     with assigned(_RECORDED, calls):
         yield calls
+
+
+class GraphCalls(Protocol):
+    """How operators are applied where there are no data yet."""
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether an operator is applied to x in this way."""
+        ...
+
+    def apply(self, op: Any, x: torch.Tensor) -> torch.Tensor:
+        """The result, as a node of the graph that is compiled."""
+        ...
+
+    def sized(self, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """x, known to have this shape."""
+        ...
+
+
+_graph_calls: GraphCalls
+
+
+def use_graph_calls(calls: GraphCalls) -> None:
+    """Let operators be applied in this way while a graph is compiled."""
+    global _graph_calls
+    _graph_calls = calls
+
+
+def sized_in_graph(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """x, which has this shape: a graph that is compiled may not know it."""
+    return _graph_calls.sized(x, shape) if _graph_calls.takes(x) else x
 
 
 class CallSite:
@@ -249,6 +279,8 @@ def apply(op: Any, x: torch.Tensor, context: WorkerContext, frame: Any = None) -
 
 def start_call(op: Collective, x: torch.Tensor, context: WorkerContext, frame: Any) -> Callable[[], torch.Tensor]:
     """Start an operator on a plain tensor. Returns a function that waits for the result."""
+    if _graph_calls.takes(x):
+        return lambda: _graph_calls.apply(op, x)
     call = CollectiveCall(op, context, frame)
     calls = _RECORDED.get()
     if calls is not None:

@@ -16,7 +16,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from spmd.bridge.torch.functorch import is_wrapped, is_wrapped_by_grad, unwrapped_once
-from spmd.bridge.torch.tensor_state import no_overrides, plain
+from spmd.bridge.torch.tensor_state import is_traced, no_overrides, plain
 from spmd.device import contiguous, imported
 from spmd.errors import LayoutError, MeshError
 from spmd.kernels import on_device
@@ -101,9 +101,9 @@ def borrowed(x: torch.Tensor) -> Any:
 
 def array_of(x: torch.Tensor) -> Any:
     """The data of a tensor as an array; None where it has none, as in compiled functions and under vmap."""
-    x = plain(x)
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return None
+    x = plain(x)
     while is_wrapped(x):
         if not is_wrapped_by_grad(x):
             return None

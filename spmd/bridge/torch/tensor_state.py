@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from spmd.bridge.torch.functorch import current_level, unwrapped_once
 from spmd.state import State, state_of
@@ -14,6 +16,8 @@ INVARIANT = state_of(())
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
 no_overrides = torch._C.DisableTorchFunction
 """A context in which functions of torch call neither `__torch_function__` of subclasses nor modes."""
+
+_TRACED = frozenset((FakeTensor, FunctionalTensor))
 
 GRADIENT_SYNCS: dict[int, Callable[[], Any]] = {}
 """By id, the parameters whose gradients `spt.data_parallel` sums, in place of the adjoint of their `Vary`."""
@@ -30,8 +34,15 @@ class TensorWithState(torch.Tensor):
         return self.__dict__.get("_state", INVARIANT)
 
 
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a tensor has no data yet, because a graph of it is compiled."""
+    return type(x) in _TRACED
+
+
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The tensor without its state."""
+    if type(x) in _TRACED:
+        return x
     with no_overrides():
         return x.as_subclass(torch.Tensor)
 

@@ -124,16 +124,21 @@ class WorkerContext:
     def active(self, worker: Worker):
         """Make this the context of a worker while it runs."""
         outer, self.worker = self.worker, worker
-        COMPILE_GUARD.name = f"worker {self.index}"
+        name, COMPILE_GUARD.name = COMPILE_GUARD.name, f"worker {self.index} of {dict(self.mesh.axes)}"
         try:
             with assigned(CONTEXT, self):
                 yield
         finally:
             self.worker = outer
+            COMPILE_GUARD.name = name
             self.varied_copies.clear()
 
 
-COMPILE_GUARD = threading.local()
+class _Guard(threading.local):
+    name = "no worker"
+
+
+COMPILE_GUARD = _Guard()
 """`COMPILE_GUARD.name` differs between workers. torch.compile guards it, so each worker has graphs of its own."""
 
 

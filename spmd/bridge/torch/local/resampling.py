@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from spmd.bridge.torch.tensor_state import is_traced
+
 __all__ = ["resample"]
 
 
@@ -13,7 +15,8 @@ def resample(x: torch.Tensor, taps: Any, axis: int) -> torch.Tensor:
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of these taps. Half precision is widened."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-    index, weight = taps.cached((x.device, stream, wide.dtype), lambda: _tensors(taps, wide))
+    key = (x.device, stream, wide.dtype)
+    index, weight = _tensors(taps, wide) if is_traced(x) else taps.cached(key, lambda: _tensors(taps, wide))
     parts = (wide.index_select(axis, index[k]) for k in range(len(index)))
     if taps.is_selection:
         return next(parts).to(x.dtype)

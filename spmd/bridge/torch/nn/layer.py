@@ -36,6 +36,8 @@ class Layer(ShardedModule):
     _spec_names: ClassVar[tuple[str, ...]] = ("spec",)
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
+    _lies: dict[str, P | Layout]
+    """How parameters lie, for compiled functions, which cannot ask."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
@@ -71,6 +73,7 @@ class Layer(ShardedModule):
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad)
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
+        self._lies = {name: self._lie_of(name) for name, own in self._parameters.items() if own is not None}
 
     def _split_buffer(self, name: str, spec: LayoutLike) -> None:
         persistent = name not in self._non_persistent_buffers_set
@@ -153,7 +156,7 @@ class Layer(ShardedModule):
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
-        for name in ("_specs", "_placed", "_split"):
+        for name in ("_specs", "_placed", "_split", "_lies"):
             vars(module).pop(name, None)
         return module
 
@@ -167,6 +170,9 @@ class Layer(ShardedModule):
 
     def _of_parameter(self, name: str) -> P | Layout:
         """How a parameter lies, for a function of blocks."""
+        return self._lies[name] if torch.compiler.is_dynamo_compiling() else self._lie_of(name)
+
+    def _lie_of(self, name: str) -> P | Layout:
         layout = self.shard_layout(name)
         return layout if layout.spec is None else on_mesh(layout)
 
