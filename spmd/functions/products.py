@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
@@ -17,11 +17,11 @@ from spmd.global_ops.call import names_of
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
 from spmd.operators.gather import all_gather, psum_scatter
-from spmd.operators.reduce import psum
+from spmd.operators.reduce import psum, pvary
 from spmd.operators.repartition import accumulate
 from spmd.tracebacks import api_boundary
 
-__all__ = ["linear"]
+__all__ = ["Moves", "SpecPlan", "linear", "plan_by_specs", "run_by_specs"]
 
 _WHERE = "spmd.functions.linear"
 
@@ -64,10 +64,11 @@ def linear(
     check_dtypes(_WHERE, x, w=w, bias=bias)
     worker = WORKER.get()
     if worker is not None and shape is None:
-        plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
+        plan = plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
         if plan is not None:
             check_split(_WHERE, "spec", x, spec, worker)
             check_split(_WHERE, "w_spec", w, w_spec, worker)
+            _check_features(plan, x, w)
             return plan(x, w, bias)
     operands = [
         Operand("spec", x, spec, shape),
@@ -93,6 +94,21 @@ def _check(x: Any, w: Any, bias: Any) -> None:
         if found is None or (found != ndim if ndim else found < 1):
             mend = f"np.asarray({name}) of these dimensions"
             raise SpecError.at(_WHERE, argument=name, got=describe(array), need=need, mend=mend)
+
+
+def _check_features(plan: SpecPlan, x: Any, w: Any) -> None:
+    """Raise unless the blocks have the same features."""
+    joined = plan.gather is not None and plan.gather[1] == x.ndim - 1
+    if joined or x.shape[-1] == w.shape[1]:
+        return
+    raise SpecError.at(
+        _WHERE,
+        argument="x",
+        got=f"a block of shape {list(x.shape)}, for a block of w of shape {list(w.shape)}",
+        need=f"{w.shape[1]} features in the last dimension, split as the columns of w",
+        mend="spmd.pslice(x, axis_name, axis=-1, tiled=True) takes this worker's features of a whole x, and "
+        "spmd.all_gather(x, axis_name, axis=-1, tiled=True) joins those of all workers",
+    )
 
 
 def _check_lengths(x: Shape, w: Shape, bias: Shape | None) -> None:
@@ -125,46 +141,60 @@ def _plan(x: Layout, w: Layout, bias: Layout | None, out_spec: Spec | None) -> L
     return (_GridPlan if lie_on_grid(x, w, out_spec) else _LayoutPlan)(x, w, bias, out_spec)
 
 
-@dataclass(frozen=True)
-class _SpecPlan:
+class Moves(NamedTuple):
+    """The functions by which a layer of specs alone moves data and computes."""
+
+    pvary: Callable
+    psum: Callable
+    all_gather: Callable
+    psum_scatter: Callable
+    linear: Callable
+    with_bias: Callable
+
+
+class SpecPlan(NamedTuple):
     """By specs alone, whatever the lengths: products with w = P(r, c) of blocks of P(..., c), and sums over c.
 
-    rows, columns: r and c. batch: the axes that split the other dimensions of x for the products. gather: axes and the
-    dimension of x that they split, which is joined first. scatter: axes of c, and the dimension of the result that
-    they split.
+    rows: the axes of r, along which x is varied. columns: those of c, over which the products are summed. batch: the
+    axes that split the other dimensions of x for the products. gather: axes and the dimension of x that they split,
+    which is joined first. scatter: axes, and the dimension of the result that they split, to which sums are scattered.
     """
 
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    batch: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
     gather: tuple[tuple[str, ...], int] | None = None
     scatter: tuple[tuple[str, ...], int] | None = None
 
-    def products(self, x: Any, w: Any) -> Any:
-        """The summands that the workers along c have."""
-        rows = self.rows
-        if self.gather is not None:  # its adjoint sums over its axes
-            x = all_gather(x, self.gather[0], axis=self.gather[1], tiled=True)
-            rows = [n for n in rows if n not in self.gather[0]]
-        return local(x, "linear").linear(varied(x, rows), varied(w, self.batch))
-
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
-        y, batch, added = self.products(x, w), self.batch, self.columns
-        if self.scatter is not None:
-            names, dimension = self.scatter
-            y = psum_scatter(y, names, scatter_dimension=dimension, tiled=True)
-            batch, added = (*batch, *names), tuple(n for n in added if n not in names)
-        y = psum(y, added) if added else y
-        return y if bias is None else y + varied(bias, batch)
+        lib = local(x, "linear")
+        return run_by_specs(Moves(pvary, psum, all_gather, psum_scatter, lib.linear, lib.with_bias), self, x, w, bias)
 
 
-_LOCAL = _SpecPlan((), (), ())
+def run_by_specs(moves: Moves, plan: SpecPlan, x: Any, w: Any, bias: Any) -> Any:
+    """A linear layer by a plan of specs alone."""
+    rows, columns, batch, gather, scatter = plan
+    if gather is not None:  # its adjoint sums over its axes
+        x = moves.all_gather(x, gather[0], axis=gather[1], tiled=True)
+    x = moves.pvary(x, rows) if rows else x
+    w = moves.pvary(w, batch) if batch else w
+    over = batch if scatter is None else (*batch, *scatter[0])
+    bias = moves.pvary(bias, over) if over and bias is not None else bias
+    if scatter is None and not columns:
+        return moves.linear(x, w, bias)
+    y = moves.linear(x, w)
+    if scatter is not None:
+        y = moves.psum_scatter(y, scatter[0], scatter_dimension=scatter[1], tiled=True)
+    return moves.with_bias(moves.psum(y, columns) if columns else y, bias)
+
+
+_LOCAL = SpecPlan()
 
 
 @lru_cache(maxsize=1024)
-def _plan_by_specs(
+def plan_by_specs(
     spec: Spec | None, w_spec: Spec | None, out_spec: Spec | None, ndim: int, axes: tuple[tuple[str, int], ...]
-) -> _SpecPlan | None:
+) -> SpecPlan | None:
     """The plan of a layer on blocks that needs no lengths; None where some would have to be laid out anew."""
     for argument, each, n in (("spec", spec, ndim), ("w_spec", w_spec, 2), ("out_spec", out_spec, ndim)):
         if isinstance(each, P):
@@ -182,7 +212,8 @@ def _plan_by_specs(
     if (differ and not joined) or any(taken.intersection(each) for each in inputs[:-1]):
         return None
     batch = tuple(n for each in inputs[:-1] for n in each)
-    plan = _SpecPlan(rows, columns, batch, gather)
+    varied_over = rows if gather is None else tuple(n for n in rows if n not in gather[0])
+    plan = SpecPlan(varied_over, columns, batch, gather)
     natural = [*inputs[:-1], rows]
     target = natural if out_spec is None else names_of(out_spec, ndim)
     differ = [d for d in range(ndim) if natural[d] != target[d]]
@@ -191,7 +222,8 @@ def _plan_by_specs(
     (d, *more) = differ
     if more or natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
         return None
-    return replace(plan, scatter=(target[d], d))
+    summed_over = tuple(n for n in columns if n not in target[d])
+    return plan._replace(columns=summed_over, scatter=(target[d], d))
 
 
 @dataclass(frozen=True)
@@ -235,14 +267,15 @@ class _LayoutPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         rows, columns = self._axes
         batch = tuple(n for names in self.inputs.spec.dims[:-1] for n in names)
-        y = local(x, "linear").linear(gathered(x, self.x, self.inputs, rows), varied(w, batch))
+        lib = local(x, "linear")
+        y = lib.linear(gathered(x, self.x, self.inputs, rows), varied(w, batch))
         y = summed(y, columns, self.products, self.out)
         if bias is None:
             return y
         assert self.bias is not None
         last = self.out.spec.dims[-1]
         bias = relaid(bias, self.bias, Layout(self.bias.shape, spec_of_names([last]), self.x.axes, self.out.cuts[-1:]))
-        return y + varied(bias, [n for names in self.out.spec.dims[:-1] for n in names])
+        return lib.with_bias(y, varied(bias, [n for names in self.out.spec.dims[:-1] for n in names]))
 
 
 @dataclass(frozen=True)
@@ -284,11 +317,12 @@ class _GridPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         inputs, products = self._layouts
         x, w = relaid(x, self.x, inputs), relaid(w, self.w, self.weights)
-        y = local(x, "linear").linear(x, w)
+        lib = local(x, "linear")
+        y = lib.linear(x, w)
         if bias is not None:
             assert self.bias is not None
             lies = rows_of(self.weights)
             bias = relaid(bias, self.bias, lies)
             # A sum of no entries: every worker's result depends on the bias, so that all take part in its adjoint.
-            y = y + (bias if lies.positions(here(_WHERE).index) is not None else namespace(bias).sum(bias))
+            y = lib.with_bias(y, bias if lies.positions(here(_WHERE).index) is not None else namespace(bias).sum(bias))
         return accumulate(y, products, self.out)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from spmd import functions
+from spmd.bridge.torch.compiled_layers import LAYERS, uncompiled
 from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
@@ -81,15 +80,12 @@ __all__ = [
     "spectral_conv",
 ]
 
-_uncompiled: Any = torch.compiler.disable
-"""Compiled functions call layers uncompiled, because the workers may have to exchange shapes."""
-
 
 @api_boundary
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise missing_name_error(__name__, name)
-    value = globals()[name] = _uncompiled(getattr(functions, name))
+    value = globals()[name] = LAYERS.get(name) or uncompiled(getattr(functions, name))
     return value
 
 

@@ -36,6 +36,8 @@ class Layer(ShardedModule):
     _spec_names: ClassVar[tuple[str, ...]] = ("spec",)
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
+    _lies: dict[str, P | Layout]
+    """How parameters lie, for functions of blocks."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
@@ -65,10 +67,12 @@ class Layer(ShardedModule):
 
     def _split_parameters(self) -> None:
         """Replace whole parameters and buffers by this worker's blocks."""
+        self._lies = {}
         for name, spec in self._layouts().items():
             own = self._parameters.get(name)
             if own is not None:
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad)
+                self._lies[name] = spec if isinstance(spec, P) else _for_functions(self.shard_layout(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
 
@@ -153,7 +157,7 @@ class Layer(ShardedModule):
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
-        for name in ("_specs", "_placed", "_split"):
+        for name in ("_specs", "_placed", "_split", "_lies"):
             vars(module).pop(name, None)
         return module
 
@@ -167,12 +171,18 @@ class Layer(ShardedModule):
 
     def _of_parameter(self, name: str) -> P | Layout:
         """How a parameter lies, for a function of blocks."""
-        layout = self.shard_layout(name)
-        return layout if layout.spec is None else on_mesh(layout)
+        return self._lies.get(name, _WHOLE)
 
     def _block(self, name: str) -> torch.Tensor | None:
         """This worker's block of a parameter, None where the layer has none."""
-        return None if getattr(self, name) is None else self.shard(name)
+        return None if self._parameters.get(name, self) is None else self.shard(name)
+
+
+_WHOLE = P()
+
+
+def _for_functions(layout: Layout) -> P | Layout:
+    return layout if layout.spec is None else on_mesh(layout)
 
 
 def on_mesh(layout: Layout) -> P | Layout:

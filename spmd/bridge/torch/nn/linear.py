@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,7 +62,13 @@ class Linear(Layer, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         spec, w_spec = self._specs["spec"], self._of_parameter("weight")
         if spec is None and isinstance(w_spec, P):
-            columns = names_of(w_spec, 2)[1]
-            spec = P(*[None] * (input.ndim - 1), columns) if columns else None
+            spec = _spec_of_features(w_spec, input.ndim)
         weight, bias = self.shard("weight"), self._block("bias")
         return functions.linear(input, weight, bias, spec=spec, w_spec=w_spec, out_spec=self._specs["out_spec"])
+
+
+@lru_cache(maxsize=256)
+def _spec_of_features(w_spec: P, ndim: int) -> P | None:
+    """The spec of an input whose features lie as the columns of the weights."""
+    columns = names_of(w_spec, 2)[1]
+    return P(*[None] * (ndim - 1), columns) if columns else None
