@@ -158,6 +158,7 @@ class SpecPlan(NamedTuple):
     rows: the axes of r, along which x is varied. columns: those of c, over which the products are summed. batch: the
     axes that split the other dimensions of x for the products. gather: axes and the dimension of x that they split,
     which is joined first. scatter: axes, and the dimension of the result that they split, to which sums are scattered.
+    collect: axes and the dimension of the result that they split, which is joined last.
     """
 
     rows: tuple[str, ...] = ()
@@ -165,6 +166,7 @@ class SpecPlan(NamedTuple):
     batch: tuple[str, ...] = ()
     gather: tuple[tuple[str, ...], int] | None = None
     scatter: tuple[tuple[str, ...], int] | None = None
+    collect: tuple[tuple[str, ...], int] | None = None
 
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         lib = local(x, "linear")
@@ -173,7 +175,7 @@ class SpecPlan(NamedTuple):
 
 def run_by_specs(moves: Moves, plan: SpecPlan, x: Any, w: Any, bias: Any) -> Any:
     """A linear layer by a plan of specs alone."""
-    rows, columns, batch, gather, scatter = plan
+    rows, columns, batch, gather, scatter, collect = plan
     if gather is not None:  # its adjoint sums over its axes
         x = moves.all_gather(x, gather[0], axis=gather[1], tiled=True)
     x = moves.pvary(x, rows) if rows else x
@@ -181,11 +183,13 @@ def run_by_specs(moves: Moves, plan: SpecPlan, x: Any, w: Any, bias: Any) -> Any
     over = batch if scatter is None else (*batch, *scatter[0])
     bias = moves.pvary(bias, over) if over and bias is not None else bias
     if scatter is None and not columns:
-        return moves.linear(x, w, bias)
-    y = moves.linear(x, w)
-    if scatter is not None:
-        y = moves.psum_scatter(y, scatter[0], scatter_dimension=scatter[1], tiled=True)
-    return moves.with_bias(moves.psum(y, columns) if columns else y, bias)
+        y = moves.linear(x, w, bias)
+    else:
+        y = moves.linear(x, w)
+        if scatter is not None:
+            y = moves.psum_scatter(y, scatter[0], scatter_dimension=scatter[1], tiled=True)
+        y = moves.with_bias(moves.psum(y, columns) if columns else y, bias)
+    return y if collect is None else moves.all_gather(y, collect[0], axis=collect[1], tiled=True, to="invariant")
 
 
 _LOCAL = SpecPlan()
@@ -217,13 +221,19 @@ def plan_by_specs(
     natural = [*inputs[:-1], rows]
     target = natural if out_spec is None else names_of(out_spec, ndim)
     differ = [d for d in range(ndim) if natural[d] != target[d]]
-    if not differ:
-        return plan
-    (d, *more) = differ
-    if more or natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
+    joined = [d for d in differ if not target[d]]
+    split = [d for d in differ if target[d]]
+    if len(joined) > 1 or len(split) > 1:
         return None
-    summed_over = tuple(n for n in columns if n not in target[d])
-    return plan._replace(columns=summed_over, scatter=(target[d], d))
+    if joined:
+        plan = plan._replace(collect=(natural[joined[0]], joined[0]))
+    if split:
+        (d,) = split
+        if natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
+            return None
+        summed_over = tuple(n for n in columns if n not in target[d])
+        plan = plan._replace(columns=summed_over, scatter=(target[d], d))
+    return plan
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,24 @@ Modules without parameters that work on each entry alone, such as `torch.nn.GELU
 
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import Linear
+from spmd.bridge.torch.nn.movements import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
 
-__all__ = ["Layer", "Linear"]
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "Broadcast",
+    "HaloExchange",
+    "Layer",
+    "Linear",
+    "ReduceScatter",
+    "Repartition",
+    "SumReduce",
+]

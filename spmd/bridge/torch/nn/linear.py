@@ -11,7 +11,6 @@ from torch import nn
 from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer, layout_of_rows
-from spmd.global_ops.call import names_of
 from spmd.layout import P
 from spmd.tracebacks import api_boundary
 
@@ -62,13 +61,17 @@ class Linear(Layer, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         spec, w_spec = self._specs["spec"], self._of_parameter("weight")
         if spec is None and isinstance(w_spec, P):
-            spec = _spec_of_features(w_spec, input.ndim)
+            spec = _constant_spec(w_spec.dims[1] if len(w_spec.dims) > 1 else (), input.ndim)
         weight, bias = self.shard("weight"), self._block("bias")
         return functions.linear(input, weight, bias, spec=spec, w_spec=w_spec, out_spec=self._specs["out_spec"])
 
 
 @lru_cache(maxsize=256)
-def _spec_of_features(w_spec: P, ndim: int) -> P | None:
+def _spec_of_features(columns: tuple[str, ...], ndim: int) -> P | None:
     """The spec of an input whose features lie as the columns of the weights."""
-    columns = names_of(w_spec, 2)[1]
     return P(*[None] * (ndim - 1), columns) if columns else None
+
+
+@torch.compiler.assume_constant_result
+def _constant_spec(columns: tuple[str, ...], ndim: int) -> P | None:
+    return _spec_of_features(columns, ndim)
