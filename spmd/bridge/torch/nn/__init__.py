@@ -8,7 +8,7 @@ Modules without parameters that work on each entry alone, such as `torch.nn.GELU
 """
 
 from spmd.bridge.torch.nn.layer import Layer
-from spmd.bridge.torch.nn.linear import Linear
+from spmd.bridge.torch.nn.linear import LazyLinear, Linear
 from spmd.bridge.torch.nn.movements import (
     AllGather,
     AllSumReduce,
@@ -25,6 +25,7 @@ __all__ = [
     "Broadcast",
     "HaloExchange",
     "Layer",
+    "LazyLinear",
     "Linear",
     "ReduceScatter",
     "Repartition",
