@@ -16,6 +16,7 @@ from spmd.functions.norm_plans import params_of
 from spmd.global_ops.call import global_value
 from spmd.grid import Grid
 from spmd.layout import Layout, Spec
+from spmd.mesh import here
 from spmd.random import distributions, layouts
 from spmd.tracebacks import api_boundary
 
@@ -84,10 +85,16 @@ def _kept(where: str, x: Any, rate: float, key: Any, spec: Any, broadcast_dims: 
         layout = layouts.layout_of_block(where, x, spec)
     shape, mesh = tuple(x.shape) if layout is None else layout.shape, None if value is None else value.mesh
     together = normalized_axes(where, x, tuple(broadcast_dims))
+    own: tuple[slice, ...] | None = None
     if together:
         dims = [d for d in range(x.ndim) if d not in together]
-        shape, layout = tuple(shape[d] for d in dims), None if layout is None else params_of(layout, dims, copies=True)
+        shape = tuple(shape[d] for d in dims)
+        if layout is not None and layout.spec is None:  # several workers may hold one entry: each draws all
+            slices = layout.slices(here(where).index)
+            own, layout = tuple(slices[d] for d in dims), None
+        layout = None if layout is None else params_of(layout, dims)
     keep: Any = distributions.bernoulli(key, 1 - rate, shape, spec=layout, mesh=mesh)
+    keep = keep if own is None else keep[own]
     return keep[tuple(None if d in together else slice(None) for d in range(x.ndim))] if together else keep
 
 

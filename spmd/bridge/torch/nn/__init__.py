@@ -15,6 +15,7 @@ from spmd.bridge.torch.nn.dropouts import (
     Dropout3d,
     FeatureAlphaDropout,
 )
+from spmd.bridge.torch.nn.embeddings import Embedding
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import LazyLinear, Linear
 from spmd.bridge.torch.nn.losses import (
@@ -51,6 +52,7 @@ __all__ = [
     "Dropout1d",
     "Dropout2d",
     "Dropout3d",
+    "Embedding",
     "FeatureAlphaDropout",
     "HaloExchange",
     "HuberLoss",

@@ -55,7 +55,7 @@ class Dropout2d(_Dropout, nn.Dropout2d):
 
 
 class Dropout3d(_Dropout, nn.Dropout3d):
-    """`nn.Dropout3d`: of channels of (N, C, D, H, W), also unbatched, the same on any mesh. spec: how the input lies."""
+    """`nn.Dropout3d`: of channels of (N, C, D, H, W) or (C, D, H, W). spec: how the input lies."""
 
     def _together(self, ndim: int) -> range:
         return range(1 if ndim == 4 else 2, ndim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -173,12 +174,21 @@ class Layer(ShardedModule):
         """How a parameter lies, for a function of blocks."""
         return self._lies.get(name, _WHOLE)
 
+    def _layout_of_parameter(self, name: str) -> Layout:
+        """How a parameter lies, over all axes of the mesh: functions then exchange no lengths."""
+        return _over_mesh(self.shard_layout(name), here("spt.nn").mesh.sides)
+
     def _block(self, name: str) -> torch.Tensor | None:
         """This worker's block of a parameter, None where the layer has none."""
         return None if self._parameters.get(name, self) is None else self.shard(name)
 
 
 _WHOLE = P()
+
+
+@lru_cache(maxsize=1024)
+def _over_mesh(layout: Layout, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return layout if layout.spec is None else Layout(layout.shape, layout.spec, dict(axes), layout.cuts)
 
 
 def _for_functions(layout: Layout) -> P | Layout:
