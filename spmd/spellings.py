@@ -298,6 +298,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "RowwiseParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(None, axis_name))",
         "ColumnParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(axis_name))",
         "RowParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(None, axis_name))",
+        "DistributedLinear": "spt.nn.Linear(in_features, out_features, spec=P_x, w_spec=P_w, out_spec=P_y)",
+        **{name: f"spt.nn.{name}" for name in ("Repartition", "SumReduce", "AllSumReduce", "HaloExchange")},
         "grad": "torch.func.grad(f)",
         "value_and_grad": "torch.func.grad_and_value(f)",
         "stop_gradient": "x.detach()",

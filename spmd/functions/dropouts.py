@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -80,7 +80,7 @@ def _kept(where: str, x: Any, rate: float, key: Any, spec: Any, broadcast_dims: 
     """Which entries are kept; of length 1 along broadcast_dims."""
     value = global_value(x)
     if value is not None or isinstance(spec, Layout | Grid):
-        layout = layout_of_operand(where, "spec", x, spec)
+        layout = layout_of_operand(where, "spec", x, cast(Any, spec))
     else:
         layout = layouts.layout_of_block(where, x, spec)
     shape, mesh = tuple(x.shape) if layout is None else layout.shape, None if value is None else value.mesh

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe
@@ -163,7 +163,7 @@ def check_block(where: str, x: Any, spec: Spec | Grid, argument: str = "spec") -
     if isinstance(spec, P) and global_value(x) is None:
         check_spec(where, argument, x, spec, here(where))
         return spec
-    layout = layout_of_operand(where, argument, x, spec)
+    layout = layout_of_operand(where, argument, x, cast(Any, spec))
     return layout if isinstance(spec, Grid) else spec
 
 

@@ -21,7 +21,14 @@ __all__ = ["LAYERS", "uncompiled"]
 uncompiled: Any = torch.compiler.disable
 """Compiled functions call other layers uncompiled, because the workers may have to exchange shapes."""
 
-_MOVES = Moves(*map(compilable, (spmd.pvary, spmd.psum, spmd.all_gather, spmd.psum_scatter)), local_linear, with_bias)
+_MOVES = Moves(
+    compilable(spmd.pvary),
+    compilable(spmd.psum),
+    compilable(spmd.all_gather),
+    compilable(spmd.psum_scatter),
+    local_linear,
+    with_bias,
+)
 
 _linear = uncompiled(functions.linear)
 

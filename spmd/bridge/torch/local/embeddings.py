@@ -16,7 +16,8 @@ def rows(
 ) -> torch.Tensor:
     """The rows that ids name of a table that has those from `start` to `stop` of `n`; zeros for others.
 
-    bounds: (start, stop, n). padding: rows without gradient, at most one. On a GPU the range of ids is not checked: ids out of range give NaN.
+    bounds: (start, stop, n). padding: rows without gradient, at most one. On a GPU the range of ids is not checked: ids
+    out of range give NaN.
     """
     start, stop, n = bounds
     ids = ids.long()

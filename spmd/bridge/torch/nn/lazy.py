@@ -13,10 +13,11 @@ from spmd.errors import LayoutError
 
 __all__ = ["LazyLayer"]
 
-_Base = Layer if TYPE_CHECKING else object
+_Mixin: Any = LazyModuleMixin
+_Base: Any = Layer if TYPE_CHECKING else object
 
 
-class LazyLayer(LazyModuleMixin, _Base):
+class LazyLayer(_Mixin, _Base):
     """A layer whose parameters begin uninitialised, as those of torch's lazy modules. It becomes `cls_to_become`.
 
         class LazyLinear(LazyLayer, Linear):
@@ -35,8 +36,8 @@ class LazyLayer(LazyModuleMixin, _Base):
     _later: dict[str, Any]
     """The other arguments."""
 
-    def _length_of(self, *inputs: Any) -> int:
-        """The length in the whole of an input. Collective where its dimension is split."""
+    def _length_of(self, input: torch.Tensor) -> int:
+        """The length in the whole of the first input. Collective where its dimension is split."""
         raise NotImplementedError
 
     def _length_in(self, shapes: dict[str, torch.Size]) -> int:
@@ -47,9 +48,10 @@ class LazyLayer(LazyModuleMixin, _Base):
         """Make parameters and buffers of unknown lengths uninitialised, and keep the constructor's arguments."""
         self._later = arguments
         options = {"device": torch.get_default_device() if device is None else device, "dtype": dtype}
+        parameter: Any = UninitializedParameter
         for name, own in self._parameters.items():
             if own is not None:
-                self._parameters[name] = UninitializedParameter(own.requires_grad, **options)
+                self._parameters[name] = parameter(own.requires_grad, **options)
         for name, own in self._buffers.items():
             if own is not None:
                 self._buffers[name] = UninitializedBuffer(**options) if own.ndim else own.to(options["device"])
@@ -61,10 +63,10 @@ class LazyLayer(LazyModuleMixin, _Base):
         if not self.has_uninitialized_params():
             super().reset_parameters(generator)
 
-    def initialize_parameters(self, *inputs: Any, **kwargs: Any) -> None:
+    def initialize_parameters(self, input: torch.Tensor) -> None:
         """Make the parameters for an input, as the layer's constructor does."""
         if self.has_uninitialized_params():
-            self._make(self._length_of(*inputs, **kwargs))
+            self._make(self._length_of(input))
 
     def _make(self, length: int) -> None:
         lazy = {name: own for name, own in (*self._parameters.items(), *self._buffers.items()) if is_lazy(own)}

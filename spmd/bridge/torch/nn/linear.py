@@ -65,7 +65,7 @@ class Linear(Layer, nn.Linear):
         spec = self._spec_of_input(input.ndim, w_spec)
         return functions.linear(input, weight, bias, spec=spec, w_spec=w_spec, out_spec=self._specs["out_spec"])
 
-    def _spec_of_input(self, ndim: int, w_spec: LayoutLike | None) -> LayoutLike | None:
+    def _spec_of_input(self, ndim: int, w_spec: LayoutLike | None) -> Any:
         spec = self._specs["spec"]
         if spec is None and isinstance(w_spec, P):
             return _constant_spec(w_spec.dims[1] if len(w_spec.dims) > 1 else (), ndim)
