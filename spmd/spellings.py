@@ -238,7 +238,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "prelu": "spmd.functions.leaky_relu(x, negative_slope), or np.where(x > 0, x, a * x) to differentiate a",
         "normalize": "x / np.linalg.norm(x, axis=-1, keepdims=True)",
         "standardize": "spmd.functions.layer_norm(x)",
-        **dict.fromkeys(("alpha_dropout", "dropout2d"), "spmd.functions.dropout(x, rate, key)"),
+        "dropout2d": "spmd.functions.dropout(x, rate, key, broadcast_dims=(2, 3))",
         **dict.fromkeys(
             ("scaled_dot_product_attention", "dot_product_attention"),
             "spmd.functions.attention(q, k, v)",

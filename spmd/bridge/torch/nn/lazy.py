@@ -78,7 +78,7 @@ class LazyLayer(_Mixin, _Base):
                 layer._parameters[name].requires_grad_(own.requires_grad)
         for name in ("_parameters", "_buffers", "_specs", "_placed", "_split", "_lies", self._learnt):
             if name in vars(layer):
-                vars(self)[name] = vars(layer)[name]
+                self.__dict__[name] = vars(layer)[name]
 
     def _lazy_load_hook(self, state_dict: Any, prefix: str, *_: Any) -> None:
         """Make the parameters before a state is loaded into them."""
