@@ -7,7 +7,65 @@ net = torch.nn.Sequential(
 Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
 """
 
+from spmd.bridge.torch.nn.dropouts import (
+    AlphaDropout,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    FeatureAlphaDropout,
+)
+from spmd.bridge.torch.nn.embeddings import Embedding
 from spmd.bridge.torch.nn.layer import Layer
-from spmd.bridge.torch.nn.linear import Linear
+from spmd.bridge.torch.nn.linear import LazyLinear, Linear
+from spmd.bridge.torch.nn.losses import (
+    BCELoss,
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
+    HuberLoss,
+    KLDivLoss,
+    L1Loss,
+    MSELoss,
+    NLLLoss,
+    PoissonNLLLoss,
+    SmoothL1Loss,
+)
+from spmd.bridge.torch.nn.movements import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
 
-__all__ = ["Layer", "Linear"]
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "AlphaDropout",
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "Broadcast",
+    "CrossEntropyLoss",
+    "Dropout",
+    "Dropout1d",
+    "Dropout2d",
+    "Dropout3d",
+    "Embedding",
+    "FeatureAlphaDropout",
+    "HaloExchange",
+    "HuberLoss",
+    "KLDivLoss",
+    "L1Loss",
+    "Layer",
+    "LazyLinear",
+    "Linear",
+    "MSELoss",
+    "NLLLoss",
+    "PoissonNLLLoss",
+    "ReduceScatter",
+    "Repartition",
+    "SmoothL1Loss",
+    "SumReduce",
+]
