@@ -177,6 +177,7 @@ def picture(args: argparse.Namespace, x: torch.Tensor, labels: torch.Tensor, pre
         print("no picture: it needs matplotlib")
         return
     shown = 6
+    blocks = spmd.Layout((args.size, args.size), P("rows", "columns"), {"rows": args.rows, "columns": args.columns})
     figure = Figure(figsize=(1.5 * shown, 5), layout="constrained")
     grid = figure.subplots(3, shown)
     for title, images, line in zip(("input", "truth", "prediction"), (x[:, 0], labels, predicted), grid, strict=True):
@@ -185,10 +186,9 @@ def picture(args: argparse.Namespace, x: torch.Tensor, labels: torch.Tensor, pre
             options = {"cmap": "gray"} if title == "input" else {"cmap": "viridis", "vmin": 0, "vmax": len(CLASSES) - 1}
             axes.imshow(image, **options)
             axes.set(xticks=[], yticks=[])
-            for axis, parts, draw_line in (("y", args.rows, axes.axhline), ("x", args.columns, axes.axvline)):
-                sizes = [end - start for start, end in (spmd.block_bounds(args.size, parts, k) for k in range(parts))]
-                for end in np.cumsum(sizes)[:-1]:
-                    draw_line(end - 0.5, color="white" if title != "input" else "tab:red", linewidth=1)
+            for cut, draw_line in zip(blocks.cuts, (axes.axhline, axes.axvline), strict=True):
+                for end in np.cumsum(cut)[:-1]:
+                    draw_line(end - 0.5, color="tab:red" if title == "input" else "white", linewidth=1)
     figure.savefig(args.picture, dpi=120)
     print(f"{args.picture}: lines separate the blocks of {args.rows * args.columns} workers")
 

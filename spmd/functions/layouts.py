@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def _checked(where: str, argument: str, x: Any, layout: Layout, worker: Worker) 
 
 
 def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout:
-    cuts = balanced(where, spec, shape, worker.mesh.axes)
+    plain = isinstance(shape, Sequence) and all(type(n) is int for n in shape)
+    cuts = _cuts(where, spec, tuple(shape), worker.mesh.sides) if plain else balanced(where, spec, shape, worker.mesh.axes)
     if len(cuts) == x.ndim:
         layout = worker.mesh.layout(tuple(map(sum, cuts)), spec)
         if tuple(x.shape) == layout.block_shape(worker.index):
@@ -160,6 +162,13 @@ def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout
         need = f"{len(cuts)} dimensions, as {shape} has"
     mend = "leave shape out: the workers then exchange the lengths of their blocks"
     raise LayoutError.at(where, argument="x", got=describe(x), need=need, mend=mend)
+
+
+@lru_cache(maxsize=1024)
+def _cuts(
+    where: str, spec: P, shape: tuple[int, ...], sides: tuple[tuple[str, int], ...]
+) -> list[tuple[int, ...]]:
+    return balanced(where, spec, shape, dict(sides))
 
 
 def learnt_layout(where: str, x: Any, spec: P, worker: Worker) -> Layout:

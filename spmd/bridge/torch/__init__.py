@@ -28,7 +28,6 @@ import spmd
 from spmd.bridge.torch import functions, in_place_checks, loader_states, nn, transforms, user_functions  # noqa: F401
 from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
-from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
@@ -77,9 +76,7 @@ __all__ = [
     "Collate",
     "ColumnParallelLinear",
     "DataParallel",
-    "DistributedConv",
     "DistributedLinear",
-    "DistributedPool",
     "DistributedSampler",
     "GlobalTensor",
     "GradScaler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -191,9 +192,12 @@ def on_mesh(layout: Layout) -> P | Layout:
 
 def lifted(layout: Layout) -> Layout:
     """A layout as functions of blocks take it: one by a spec over all axes of the mesh."""
-    if layout.spec is None:
-        return layout
-    return Layout(layout.shape, layout.spec, here("spt.nn").mesh.axes, layout.cuts)
+    return layout if layout.spec is None else _over(layout, here("spt.nn").mesh.sides)
+
+
+@lru_cache(maxsize=1024)
+def _over(layout: Layout, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(layout.shape, layout.spec, dict(axes), layout.cuts)
 
 
 def layout_of_rows(spec: LayoutLike, shape: Sequence[int]) -> LayoutLike:
