@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from spmd.bridge.torch import functions
+from spmd import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.spatial import SpatialLayer, uncompiled
 from spmd.tracebacks import api_boundary
