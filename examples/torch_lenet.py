@@ -51,9 +51,8 @@ def split(whole: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(
         *(n.Conv2d.from_torch(conv1, spec=IMAGES, out_spec=MAPS, in_size=32), nn.Tanh()),
         n.AvgPool2d.from_torch(pool1, spec=MAPS, in_size=28),
-        *(n.Conv2d.from_torch(conv2, spec=MAPS, out_spec=IMAGES, in_size=14), nn.Tanh()),
-        # Every worker gets the whole maps: rows of blocks are no consecutive features.
-        *(n.AvgPool2d.from_torch(pool2, spec=IMAGES, out_spec=P(), in_size=10), nn.Flatten()),
+        # Every worker gets the whole maps, which are small: rows of blocks are no consecutive features.
+        *(n.Conv2d.from_torch(conv2, spec=MAPS, out_spec=P(), in_size=14), nn.Tanh(), pool2, nn.Flatten()),
         *(n.Linear.from_torch(linear1, w_spec=P(WORKERS)), nn.Tanh()),
         *(n.Linear.from_torch(linear2, w_spec=P(None, WORKERS)), nn.Tanh()),
         n.Linear.from_torch(linear3),

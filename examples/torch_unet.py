@@ -69,7 +69,7 @@ class UNet(nn.Module):
         return getattr(spt.nn, name)(*args, **options, spec=self.spec, in_size=self.size // at)
 
     def double(self, before: int, after: int, at: int) -> nn.Sequential:
-        """Two convolutions with norms. before, after: multiples of the width; the input of the first has one channel."""
+        """Two convolutions with norms. before, after: channels as multiples of the width; images have one channel."""
         taken, made = 1 if at == before == after == 1 else before * self.width, after * self.width
         layers = []
         for channels in (taken, made):
@@ -154,7 +154,9 @@ def main() -> None:
         check(args, x, labels, losses.tolist(), parameters)
 
 
-def check(args: argparse.Namespace, x: torch.Tensor, labels: torch.Tensor, losses: list[float], parameters: Any) -> None:
+def check(
+    args: argparse.Namespace, x: torch.Tensor, labels: torch.Tensor, losses: list[float], parameters: Any
+) -> None:
     """Train on one worker, and tell how far apart the losses and the parameters are."""
     print("\nthe same on one worker")
     torch.manual_seed(args.seed)

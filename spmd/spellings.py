@@ -293,7 +293,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
         "no_sync": "no_sync() of what spt.data_parallel gives",
-        **{f"DistributedConv{d}d": f"spt.nn.Conv{d}d(in_channels, out_channels, kernel_size, spec=spec)" for d in (1, 2, 3)},
+        **{
+            f"DistributedConv{d}d": f"spt.nn.Conv{d}d(in_channels, out_channels, kernel_size, spec=spec)"
+            for d in (1, 2, 3)
+        },
         "ColwiseParallel": "spt.ColumnParallelLinear(axis_name, in_features, out_features)",
         "RowwiseParallel": "spt.RowParallelLinear(axis_name, in_features, out_features)",
         "ColumnParallel": "spt.ColumnParallelLinear(axis_name, in_features, out_features)",

@@ -43,7 +43,7 @@ def conv(
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     boundary: str | Sequence[str] = "zero",
 ):
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
@@ -109,7 +109,7 @@ def conv_transpose(
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
 ):
     """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
 

@@ -152,7 +152,9 @@ def _checked(where: str, argument: str, x: Any, layout: Layout, worker: Worker) 
 
 def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout:
     plain = isinstance(shape, Sequence) and all(type(n) is int for n in shape)
-    cuts = _cuts(where, spec, tuple(shape), worker.mesh.sides) if plain else balanced(where, spec, shape, worker.mesh.axes)
+    cuts = (
+        _cuts(where, spec, tuple(shape), worker.mesh.sides) if plain else balanced(where, spec, shape, worker.mesh.axes)
+    )
     if len(cuts) == x.ndim:
         layout = worker.mesh.layout(tuple(map(sum, cuts)), spec)
         if tuple(x.shape) == layout.block_shape(worker.index):
@@ -165,9 +167,7 @@ def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout
 
 
 @lru_cache(maxsize=1024)
-def _cuts(
-    where: str, spec: P, shape: tuple[int, ...], sides: tuple[tuple[str, int], ...]
-) -> list[tuple[int, ...]]:
+def _cuts(where: str, spec: P, shape: tuple[int, ...], sides: tuple[tuple[str, int], ...]) -> list[tuple[int, ...]]:
     return balanced(where, spec, shape, dict(sides))
 
 

@@ -51,7 +51,7 @@ def pad(
     value: complex = 0,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """x with entries put around it, or cut off. x: an array of NumPy, CuPy or PyTorch, of any dimensions.

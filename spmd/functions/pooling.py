@@ -38,7 +38,7 @@ def max_pool(
     return_indices: bool = False,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions; an array of
@@ -87,7 +87,7 @@ def avg_pool(
     divisor_override: int | None = None,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions; an array

@@ -170,14 +170,14 @@ def resize(
     shape: Sequence[int] | None = None,
     method: str = "linear",
     *,
-    size: int | Sequence[int] | None = None,
+    size: int | Sequence[int | None] | None = None,
     scale_factor: float | Sequence[float] | None = None,
     recompute_scale_factor: bool = False,
     align_corners: bool = False,
     antialias: bool = False,
     cubic: float = -0.5,
     spec: Spec | None = None,
-    in_shape: Sequence[int] | None = None,
+    in_shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """x with other lengths, interpolated along each axis. x: floating or complex; an array of NumPy, CuPy or PyTorch.
@@ -236,13 +236,13 @@ def _lengths(x: Any, shape: Any, size: Any, scale_factor: Any, recompute: bool) 
     ((kind, value),) = given.items()
     value = value.tolist() if isinstance(value, np.ndarray) else value
     count = x.ndim if kind == "shape" else x.ndim - 2
-    each = tuple(value) if isinstance(value, Sequence) else () if kind == "shape" else (value,) * count
+    each: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else () if kind == "shape" else (value,) * count
     if count < 1 or len(each) != count or isinstance(value, str):
         raise _wrong_count(x, kind, value)
     if kind == "scale_factor":
         return kind, _check_scales(_WHERE, kind, each), recompute
     try:
-        return kind, tuple(n if n is None and kind == "size" else operator.index(n) for n in each), recompute
+        return kind, tuple(None if n is None and kind == "size" else operator.index(n) for n in each), recompute
     except TypeError:
         mend = "scale_factor=1.5 multiplies lengths"
         raise SpecError.at(_WHERE, argument=kind, got=repr(value), need="lengths: ints", mend=mend) from None

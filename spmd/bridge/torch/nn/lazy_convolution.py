@@ -64,9 +64,18 @@ class _LazyConvolution(Convolution):
             if self._lay_out().type != "meta":
                 self.reset_parameters(generator)
 
-    def _lazy_load_hook(self, *args: Any) -> None:
+    def _lazy_load_hook(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         layer: Any = super()
-        layer._lazy_load_hook(*args)
+        layer._lazy_load_hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         lazy: Any = self
         if not self._placed and not lazy.has_uninitialized_params():
             self._lay_out()
@@ -116,16 +125,19 @@ class _LazyConv(_LazyConvolution):
 class LazyConv1d(_LazyConv, Conv1d, nn.LazyConv1d):
     __doc__ = _LazyConv.__doc__
     cls_to_become = Conv1d
+    bias: Any
 
 
 class LazyConv2d(_LazyConv, Conv2d, nn.LazyConv2d):
     __doc__ = _LazyConv.__doc__
     cls_to_become = Conv2d
+    bias: Any
 
 
 class LazyConv3d(_LazyConv, Conv3d, nn.LazyConv3d):
     __doc__ = _LazyConv.__doc__
     cls_to_become = Conv3d
+    bias: Any
 
 
 class _LazyConvTranspose(_LazyConvolution):
@@ -162,13 +174,16 @@ class _LazyConvTranspose(_LazyConvolution):
 class LazyConvTranspose1d(_LazyConvTranspose, ConvTranspose1d, nn.LazyConvTranspose1d):
     __doc__ = _LazyConvTranspose.__doc__
     cls_to_become = ConvTranspose1d
+    bias: Any
 
 
 class LazyConvTranspose2d(_LazyConvTranspose, ConvTranspose2d, nn.LazyConvTranspose2d):
     __doc__ = _LazyConvTranspose.__doc__
     cls_to_become = ConvTranspose2d
+    bias: Any
 
 
 class LazyConvTranspose3d(_LazyConvTranspose, ConvTranspose3d, nn.LazyConvTranspose3d):
     __doc__ = _LazyConvTranspose.__doc__
     cls_to_become = ConvTranspose3d
+    bias: Any

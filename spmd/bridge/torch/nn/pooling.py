@@ -146,7 +146,7 @@ class _AdaptiveAvgPool(SpatialLayer):
     @api_boundary
     def __init__(
         self,
-        output_size: int | None | tuple[int | None, ...],
+        output_size: int | tuple[int | None, ...] | None,
         *,
         spec: LayoutLike | None = None,
         out_spec: LayoutLike | None = None,

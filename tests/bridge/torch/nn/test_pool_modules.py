@@ -28,9 +28,7 @@ def layer(name, options, shape, spec, axes, *, out=None, in_size=None):
 def on_grid(name, options, shape, grid, result, axes, out=None):
     """A case on a grid of workers. result: the shape of the result."""
     out_layout = (out or grid).layout(result, axes)
-    return Case(
-        name, options, {"spec": grid, "out_spec": out}, [shape], [grid.layout(shape, axes)], out_layout, axes
-    )
+    return Case(name, options, {"spec": grid, "out_spec": out}, [shape], [grid.layout(shape, axes)], out_layout, axes)
 
 
 @table(
@@ -66,7 +64,9 @@ def on_grid(name, options, shape, grid, result, axes, out=None):
         XY,
     ),
     layer("AvgPool1d", {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True}, (2, 3, 10), ROWS, X3),
-    layer("AvgPool2d", {"kernel_size": 2, "stride": 1, "divisor_override": 3}, (2, 1, 5, 5), P(None, None, None, "x"), X3),
+    layer(
+        "AvgPool2d", {"kernel_size": 2, "stride": 1, "divisor_override": 3}, (2, 1, 5, 5), P(None, None, None, "x"), X3
+    ),
     layer("AvgPool3d", {"kernel_size": 2, "stride": 1, "padding": 1}, (2, 1, 3, 4, 5), BOTH, XY),
     layer("AvgPool2d", {"kernel_size": 2}, (2, 2, 5, 4), P(None, "x"), X4),  # more workers than channels
     layer("AvgPool1d", {"kernel_size": 2}, (3, 7), P("x", "y"), XY, in_size=7),  # no batch
@@ -114,17 +114,27 @@ def test_paddings(case):
 @table(
     layer("Upsample", {"scale_factor": 2}, (2, 3, 5, 4), ROWS, X3),
     layer("Upsample", {"size": (7, 9), "mode": "bilinear"}, (2, 3, 5, 4), BOTH, XY, in_size=(5, 4)),
-    layer("Upsample", {"scale_factor": 1.5, "mode": "bilinear", "align_corners": True}, (2, 3, 5, 4), P("y", None, "x"), XY),
+    layer(
+        "Upsample",
+        {"scale_factor": 1.5, "mode": "bilinear", "align_corners": True},
+        (2, 3, 5, 4),
+        P("y", None, "x"),
+        XY,
+    ),
     layer("Upsample", {"scale_factor": (2, 1.5), "mode": "bicubic"}, (2, 1, 6, 4), ROWS, X3),
     layer("Upsample", {"size": 7, "mode": "linear"}, (2, 3, 5), P("y", None, "x"), XY),
     layer("Upsample", {"scale_factor": 2, "mode": "trilinear"}, (1, 2, 3, 2, 4), ROWS, X2, in_size=(3, 2, 4)),
     layer("Upsample", {"scale_factor": 1.7, "mode": "nearest-exact"}, (2, 3, 5, 4), ROWS, X4),
-    layer("Upsample", {"scale_factor": 1.7, "recompute_scale_factor": True, "mode": "bilinear"}, (2, 3, 5, 4), ROWS, X2),
+    layer(
+        "Upsample", {"scale_factor": 1.7, "recompute_scale_factor": True, "mode": "bilinear"}, (2, 3, 5, 4), ROWS, X2
+    ),
     layer("Upsample", {"size": (3, 3), "mode": "area"}, (2, 3, 5, 4), ROWS, X2),
     layer("Upsample", {"scale_factor": 0.5, "mode": "bilinear"}, (2, 3, 7, 8), ROWS, X3, out=P(None, None, None, "x")),
     layer("UpsamplingNearest2d", {"scale_factor": 2}, (2, 3, 5, 4), ROWS, X3),
     layer("UpsamplingBilinear2d", {"size": (8, 5)}, (2, 3, 5, 4), BOTH, XY),
-    on_grid("Upsample", {"scale_factor": 2, "mode": "bilinear"}, (2, 3, 5, 4), Grid((1, 2, 1), [2, 0]), (2, 3, 10, 8), X3),
+    on_grid(
+        "Upsample", {"scale_factor": 2, "mode": "bilinear"}, (2, 3, 5, 4), Grid((1, 2, 1), [2, 0]), (2, 3, 10, 8), X3
+    ),
 )
 def test_upsamplings(case):
     check_module(case)
