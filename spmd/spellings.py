@@ -227,6 +227,10 @@ INSTEAD: dict[str, dict[str, str]] = {
             ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
             'spmd.functions.resize(x, size=size, method="area")',
         ),
+        **dict.fromkeys(
+            ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+            "spmd.functions.adaptive_max_pool(x, output_size)",
+        ),
         **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, size=size)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
         "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",

@@ -242,10 +242,15 @@ def _lengths(x: Any, shape: Any, size: Any, scale_factor: Any, recompute: bool) 
     if kind == "scale_factor":
         return kind, _check_scales(_WHERE, kind, each), recompute
     try:
-        return kind, tuple(None if n is None and kind == "size" else operator.index(n) for n in each), recompute
+        return kind, tuple(_length(n, kind) for n in each), recompute
     except TypeError:
         mend = "scale_factor=1.5 multiplies lengths"
         raise SpecError.at(_WHERE, argument=kind, got=repr(value), need="lengths: ints", mend=mend) from None
+
+
+def _length(n: Any, kind: str) -> int | None:
+    """A length of the result; None: as that of x, which only size can say."""
+    return None if n is None and kind == "size" else operator.index(n)
 
 
 def _wrong_count(x: Any, kind: str, value: Any) -> SpecError:

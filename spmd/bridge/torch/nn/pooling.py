@@ -17,6 +17,9 @@ __all__ = [
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
+    "AdaptiveMaxPool1d",
+    "AdaptiveMaxPool2d",
+    "AdaptiveMaxPool3d",
     "AvgPool1d",
     "AvgPool2d",
     "AvgPool3d",
@@ -179,4 +182,51 @@ class AdaptiveAvgPool2d(_AdaptiveAvgPool, nn.AdaptiveAvgPool2d):
 
 class AdaptiveAvgPool3d(_AdaptiveAvgPool, nn.AdaptiveAvgPool3d):
     __doc__ = _AdaptiveAvgPool.__doc__
+    _space = 3
+
+
+class _AdaptiveMaxPool(SpatialLayer):
+    """Maxima of as many windows as are asked for, of arrays that lie anyhow: by `spt.functions.adaptive_max_pool`.
+
+        pool = spt.nn.AdaptiveMaxPool2d((4, None), spec=P(None, None, "rows"))
+
+    Arguments as those of torch's class. spec, out_spec, in_size: as for `spt.nn.MaxPool2d`. With return_indices=True
+    the indices are those of the whole input.
+
+    Forward, gradients and cost: as `spmd.functions.adaptive_max_pool`. Raises LayoutError and SpecError where specs do
+    not fit.
+    """
+
+    @api_boundary
+    def __init__(
+        self,
+        output_size: int | tuple[int | None, ...] | None,
+        return_indices: bool = False,
+        *,
+        spec: LayoutLike | None = None,
+        out_spec: LayoutLike | None = None,
+        in_size: int | Sequence[int] | None = None,
+    ):
+        torch_init: Any = super().__init__
+        torch_init(output_size, return_indices)
+        self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
+
+    @uncompiled
+    def forward(self, input: torch.Tensor) -> Any:
+        pool: Any = self
+        return self._on_batch(functions.adaptive_max_pool, input, pool.output_size, pool.return_indices)
+
+
+class AdaptiveMaxPool1d(_AdaptiveMaxPool, nn.AdaptiveMaxPool1d):
+    __doc__ = _AdaptiveMaxPool.__doc__
+    _space = 1
+
+
+class AdaptiveMaxPool2d(_AdaptiveMaxPool, nn.AdaptiveMaxPool2d):
+    __doc__ = _AdaptiveMaxPool.__doc__
+    _space = 2
+
+
+class AdaptiveMaxPool3d(_AdaptiveMaxPool, nn.AdaptiveMaxPool3d):
+    __doc__ = _AdaptiveMaxPool.__doc__
     _space = 3

@@ -74,6 +74,10 @@ def on_grid(name, options, shape, grid, result, axes, out=None):
     layer("AdaptiveAvgPool2d", {"output_size": (None, 3)}, (2, 3, 7, 5), BOTH, XY, in_size=(7, 5)),
     layer("AdaptiveAvgPool1d", {"output_size": 4}, (3, 2, 9), P("y", None, "x"), XY),
     layer("AdaptiveAvgPool3d", {"output_size": (2, 1, 3)}, (2, 7, 3, 4), P(None, "x"), X2),  # no batch
+    layer("AdaptiveMaxPool2d", {"output_size": (3, None)}, (2, 3, 7, 5), BOTH, XY, in_size=(7, 5)),
+    layer("AdaptiveMaxPool1d", {"output_size": 4}, (3, 2, 9), P("y", None, "x"), XY),
+    layer("AdaptiveMaxPool3d", {"output_size": 2}, (2, 7, 3, 4), P(None, "x"), X3),  # no batch
+    on_grid("AdaptiveMaxPool2d", {"output_size": (3, 2)}, (2, 3, 7, 4), Grid((1, 2, 1), [3, 1]), (2, 3, 3, 2), XY),
 )
 def test_poolings(case):
     check_module(case)
@@ -84,8 +88,9 @@ def test_poolings(case):
     [
         (nn.MaxPool2d(3, 2, 1, return_indices=True), (3, 2, 9, 8)),
         (nn.MaxPool2d(2, return_indices=True), (3, 2, 9, 8)),
+        (nn.AdaptiveMaxPool2d((4, 3), return_indices=True), (3, 2, 9, 8)),
     ],
-    ids=["padded", "plain"],
+    ids=["padded", "plain", "adaptive"],
 )
 def test_indices_are_those_of_the_whole(pool, shape):
     x, rows = torch.randn(shape), P("x", None, "y")
