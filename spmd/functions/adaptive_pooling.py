@@ -67,9 +67,11 @@ def adaptive_max_pool(
 
 def _sizes(given: Any, dims: int) -> tuple[int | None, ...]:
     """The number of windows along each dimension; None: as many as entries."""
-    each = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * dims
+    each: tuple[Any, ...] = (
+        tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * dims
+    )
     try:
-        sizes = tuple(None if m is None else operator.index(m) for m in each)
+        sizes = tuple(m if m is None else operator.index(m) for m in each)
         fits = len(sizes) == dims and all(m is None or m >= 0 for m in sizes)
     except TypeError:
         sizes, fits = (), False

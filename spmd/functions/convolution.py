@@ -234,7 +234,9 @@ def _run(
     check_split(where, "spec", x, spec, worker)
     check_split(where, "w_spec", w, w_spec, worker)
     lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None
-    split = w_spec.spec if isinstance(w_spec, Layout) and w_spec.spec is not None else w_spec
+    split = w_spec
+    if isinstance(spec, P) and isinstance(w_spec, Layout) and w_spec.spec is not None:
+        split = w_spec.spec
     found = without_channels(spec, split, out_spec, x.ndim, groups, transposed)
     inner = without_batch(spec, w_spec, out_spec, x.ndim) if found is None else found[1]
     if inner is None:

@@ -70,7 +70,7 @@ class _Pad(SpatialLayer):
             raise self._wrong_input(input, len(pairs))
         before = input.ndim - len(pairs)
         options = {"spec": self._specs["spec"], "out_spec": self._specs["out_spec"]}
-        shape = self._shape(*(None,) * before)
+        shape = self._shape(input.ndim)
         value = getattr(layer, "value", 0)
         return functions.pad(input, ((0, 0),) * before + pairs, self._mode, value, shape=shape, **options)
 

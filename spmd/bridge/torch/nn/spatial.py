@@ -33,14 +33,15 @@ class SpatialLayer(Layer):
         size = specs.pop("in_size", None)
         super()._set_specs(specs)
         if size is not None:
-            dims = len(size) if self._space is None and isinstance(size, Sequence) else self._space or 1
-            size = per_dimension(f"spt.nn.{self._class_name}", "in_size", size, dims, minimum=0)
+            dims = self._space or (len(size) if isinstance(size, Sequence) else 1)
+            lengths = per_dimension(f"spt.nn.{self._class_name}", "in_size", size, dims, minimum=0)
+            size = lengths if self._space or isinstance(size, Sequence) else lengths[0]
         self._specs["in_size"] = size
 
     def _on_batch(self, function: Callable[..., Any], input: torch.Tensor, *args: Any, **options: Any) -> Any:
         """function(x, ...) of a batch, with its specs; of an input without a batch that of a batch of one."""
         spec, out_spec, space = self._specs["spec"], self._specs["out_spec"], self._space
-        options["shape"] = self._shape(None, self._whole_channels)
+        options["shape"] = self._shape(2 + (space or input.ndim - 2), self._whole_channels)
         if space is None or input.ndim == space + 2:
             return function(input, *args, spec=spec, out_spec=out_spec, **options)
         if input.ndim != space + 1:
@@ -49,10 +50,14 @@ class SpatialLayer(Layer):
         y = function(batch, *args, spec=_with_batch(spec), out_spec=_with_batch(out_spec), **options)
         return tuple(map(_without_batch, y)) if isinstance(y, tuple) else _without_batch(y)
 
-    def _shape(self, *before: int | None) -> tuple[int | None, ...] | None:
-        """The shape of the whole input, with these lengths before those of space; None if they are to be learnt."""
+    def _shape(self, ndim: int, channels: int | None = None) -> tuple[int | None, ...] | None:
+        """The shape of the whole input of so many dimensions, as far as it is known; None if it is to be learnt."""
         size = self._specs["in_size"]
-        return None if size is None or self._specs["spec"] is None else (*before, *size)
+        if size is None or self._specs["spec"] is None:
+            return None
+        size = (size,) * (ndim - 2) if isinstance(size, int) else size
+        before = [None] * (ndim - len(size))
+        return (*before[:1], channels, *before[2:], *size) if len(before) > 1 else (*before, *size)
 
     @property
     def _whole_channels(self) -> int | None:

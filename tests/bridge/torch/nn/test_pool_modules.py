@@ -104,7 +104,8 @@ def test_indices_are_those_of_the_whole(pool, shape):
     layer("ZeroPad2d", {"padding": (1, 2, 3, 0)}, (2, 3, 5, 4), ROWS, X3),
     layer("ConstantPad1d", {"padding": 2, "value": -1.5}, (2, 3, 5), P("y", None, "x"), XY, in_size=5),
     layer("ConstantPad3d", {"padding": (0, 1, -1, 2, 1, -2), "value": 2.0}, (1, 2, 6, 3, 4), ROWS, X2),
-    layer("ZeroPad1d", {"padding": (2, 1)}, (2, 5), P("x", "y"), XY),  # no batch
+    layer("ZeroPad1d", {"padding": (2, 1)}, (2, 5), P("x", "y"), XY, in_size=5),  # no batch
+    layer("ZeroPad2d", {"padding": 1}, (7, 5), P("x"), X3, in_size=(7, 5)),  # no channels
     layer("ReflectionPad2d", {"padding": 2}, (2, 3, 5, 4), BOTH, XY, in_size=(5, 4)),
     layer("ReflectionPad1d", {"padding": (0, 3)}, (2, 7), P(None, "x"), X4),
     layer("ReplicationPad3d", {"padding": 1}, (1, 2, 3, 5, 4), P(None, None, None, "x"), X3),
@@ -135,7 +136,7 @@ def test_paddings(case):
     ),
     layer("Upsample", {"size": (3, 3), "mode": "area"}, (2, 3, 5, 4), ROWS, X2),
     layer("Upsample", {"scale_factor": 0.5, "mode": "bilinear"}, (2, 3, 7, 8), ROWS, X3, out=P(None, None, None, "x")),
-    layer("UpsamplingNearest2d", {"scale_factor": 2}, (2, 3, 5, 4), ROWS, X3),
+    layer("UpsamplingNearest2d", {"scale_factor": 2}, (2, 3, 5, 5), ROWS, X3, in_size=5),
     layer("UpsamplingBilinear2d", {"size": (8, 5)}, (2, 3, 5, 4), BOTH, XY),
     on_grid(
         "Upsample", {"scale_factor": 2, "mode": "bilinear"}, (2, 3, 5, 4), Grid((1, 2, 1), [2, 0]), (2, 3, 10, 8), X3
