@@ -250,9 +250,8 @@ def _lengths(x: Any, shape: Any, size: Any, scale_factor: Any, recompute: bool) 
 
 def _length(n: Any, kind: str) -> int | None:
     """A length of the result; None: as that of x, which only size can say."""
-    if n is None and kind == "size":
-        return None
-    return operator.index(n)
+    stays = n is None and kind == "size"
+    return None if stays else operator.index(n)
 
 
 def _wrong_count(x: Any, kind: str, value: Any) -> SpecError:
