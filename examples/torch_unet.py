@@ -33,15 +33,19 @@ LABELS = P(None, "rows", "columns")
 CLASSES = "background", "circle", "square", "triangle"
 
 
-class Norm(nn.GroupNorm):
-    """`nn.GroupNorm` in two groups. spec: how the maps lie; None: they are whole."""
+class Norm(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` by the statistics of all workers. spec: how the maps lie."""
 
-    def __init__(self, channels: int, spec: P | None):
-        super().__init__(2, channels)
+    def __init__(self, channels: int, spec: P):
+        super().__init__(channels)
         self.spec = spec
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return spt.functions.group_norm(input, 2, self.weight, self.bias, spec=self.spec)
+        running = self.running_mean, self.running_var
+        y, (self.running_mean, self.running_var) = spt.functions.batch_norm(
+            input, self.weight, self.bias, running, training=self.training, spec=self.spec
+        )
+        return y
 
 
 class UNet(nn.Module):
@@ -74,7 +78,8 @@ class UNet(nn.Module):
         layers = []
         for channels in (taken, made):
             conv = self.layer("Conv2d", channels, made, 3, padding=1, bias=False, at=at)
-            layers += [conv, Norm(made, self.spec), nn.ReLU()]
+            norm = nn.BatchNorm2d(made) if self.spec is None else Norm(made, self.spec)
+            layers += [conv, norm, nn.ReLU()]
         return nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,8 +137,8 @@ def main() -> None:
         model = UNet(args.width, args.size, MAPS)
         losses = train(model, x, labels, args)
         with torch.no_grad():
-            predicted = model(x_test).argmax(1)
-        return torch.tensor(losses), list(spt.state_dict(model).values()), predicted
+            predicted = model.eval()(x_test).argmax(1)
+        return torch.tensor(losses), [p.detach() for p in model.parameters()], predicted
 
     with spmd.Mesh(rows=args.rows, columns=args.columns) as mesh:
         torch.manual_seed(args.seed)  # every worker draws the parameters that one worker draws
@@ -204,8 +209,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--columns", type=int, default=2, help="workers that share the columns")
     parser.add_argument("--images", type=int, default=256, help="how many images to draw for training")
     parser.add_argument("--size", type=int, default=32, help="rows and columns of an image, a multiple of 4")
-    parser.add_argument("--width", type=int, default=8, help="channels of the first maps, an even number")
-    parser.add_argument("--epochs", type=int, default=20, help="how often to go through the images")
+    parser.add_argument("--width", type=int, default=8, help="channels of the first maps")
+    parser.add_argument("--epochs", type=int, default=12, help="how often to go through the images")
     parser.add_argument("--steps", type=int, help="steps per epoch; None: through all images")
     parser.add_argument("--batch", type=int, default=8, help="images per step")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of Adam")
