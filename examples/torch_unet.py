@@ -191,7 +191,7 @@ def picture(args: argparse.Namespace, x: torch.Tensor, labels: torch.Tensor, pre
         line[0].set_ylabel(title)
         for axes, image in zip(line, images, strict=False):
             options = {"cmap": "gray"} if title == "input" else {"cmap": "viridis", "vmin": 0, "vmax": len(CLASSES) - 1}
-            axes.imshow(image, **options)
+            axes.imshow(image.numpy(), **options)
             axes.set(xticks=[], yticks=[])
             for cut, draw_line in zip(blocks.cuts, (axes.axhline, axes.axvline), strict=True):
                 for end in np.cumsum(cut)[:-1]:
