@@ -250,8 +250,9 @@ def _lengths(x: Any, shape: Any, size: Any, scale_factor: Any, recompute: bool) 
 
 def _length(n: Any, kind: str) -> int | None:
     """A length of the result; None: as that of x, which only size can say."""
-    stays = n is None and kind == "size"
-    return None if stays else operator.index(n)
+    if kind != "size":
+        return operator.index(n)
+    return None if n is None else operator.index(n)
 
 
 def _wrong_count(x: Any, kind: str, value: Any) -> SpecError:
