@@ -227,6 +227,10 @@ INSTEAD: dict[str, dict[str, str]] = {
             ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
             'spmd.functions.resize(x, size=size, method="area")',
         ),
+        **dict.fromkeys(
+            ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+            "spmd.functions.adaptive_max_pool(x, output_size)",
+        ),
         **dict.fromkeys(("interpolate", "upsample"), "spmd.functions.resize(x, size=size)"),
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
         "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
@@ -293,7 +297,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
         "no_sync": "no_sync() of what spt.data_parallel gives",
-        "DistributedConv2d": "spt.DistributedConv(conv, in_spec)",
+        **{
+            f"DistributedConv{d}d": f"spt.nn.Conv{d}d(in_channels, out_channels, kernel_size, spec=spec)"
+            for d in (1, 2, 3)
+        },
         "ColwiseParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(axis_name))",
         "RowwiseParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(None, axis_name))",
         "ColumnParallel": "spt.nn.Linear(in_features, out_features, w_spec=P(axis_name))",

@@ -11,6 +11,7 @@ from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.functions.activation import *  # noqa: F403
+    from spmd.functions.adaptive_pooling import *  # noqa: F403
     from spmd.functions.attentions import *  # noqa: F403
     from spmd.functions.convolution import *  # noqa: F403
     from spmd.functions.cross_entropies import *  # noqa: F403
@@ -50,6 +51,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "swiglu",
         "swish",
     ),
+    "adaptive_pooling": ("adaptive_max_pool",),
     "attentions": ("attention",),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("alpha_dropout", "dropout"),

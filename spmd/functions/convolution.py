@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def conv(
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     boundary: str | Sequence[str] = "zero",
 ):
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
@@ -64,8 +64,8 @@ def conv(
     out_spec: how the result is to lie. None: as x in batch and space, in balanced blocks of space, and as the rows of w
     in its channels.
     boundary: the values of the padding, "zero", "periodic", "reflect" or "edge", for all spatial dimensions or for each
-    (of a block or a global array; spec=P() for a whole array). shape: of the whole x, if spec splits it evenly; without
-    it the workers exchange the lengths of their blocks.
+    (of a block or a global array; spec=P() for a whole array). shape: of the whole x, if spec splits it evenly, with
+    None for lengths that it does not split; without it the workers exchange the lengths of their blocks.
 
     With specs: x is P(batch, c, *space), w P(r, c), the result P(batch, r, *space), summed over c. w goes to where x
     lies: it is sliced or gathered where it is split otherwise. With groups, channels of x and rows of w are both split
@@ -105,16 +105,18 @@ def conv_transpose(
     groups: int = 1,
     dilation: Any = 1,
     *,
+    output_size: int | Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
 ):
     """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
 
     x: (N, O, *m). w: (O, C / groups, *kernel). bias: (C,). Gives (N, C, *n), n = (m - 1) stride - low - high +
     dilation (kernel - 1) + output_padding + 1. output_padding: `conv` maps several n to the same m; this chooses one of
     them. It is less than the stride or the dilation, and reduces the cropping at the high end, or adds zeros there.
+    output_size: the lengths n, which choose it, in place of output_padding.
 
     Linear in x and in w. Adjoint in x: `conv`.
 
@@ -132,7 +134,12 @@ def conv_transpose(
         need = "numbers: the length of the result is not known beforehand"
         raise SpecError.at(where, argument="padding", got=repr(padding), need=need, mend="padding=0")
     options = _plain(where, x, w, stride, padding, dilation, groups)
-    extra = per_dimension(where, "output_padding", output_padding, x.ndim - 2, minimum=0)
+    extra: Any = per_dimension(where, "output_padding", output_padding, x.ndim - 2, minimum=0)
+    if output_size is not None:
+        if any(extra):
+            need, mend = "one of output_size and output_padding", "output_padding=0"
+            raise SpecError.at(where, argument="output_size", got="both", need=need, mend=mend)
+        extra = _OutputSize(per_dimension(where, "output_size", output_size, x.ndim - 2, minimum=0))
     operands = _operands(x, w, bias, spec, w_spec, shape, groups, transposed=True)
     if out_spec is None and not is_split(*operands):
         if shape is not None:
@@ -144,6 +151,12 @@ def conv_transpose(
 
 _Options = tuple[tuple[int, ...], Any, tuple[int, ...], int]
 """stride, padding, dilation and groups; an entry for each dimension, the padding perhaps still a word."""
+
+
+class _OutputSize(NamedTuple):
+    """The lengths of the result of a transposed convolution, in place of the output padding."""
+
+    lengths: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -175,10 +188,10 @@ def _transpose_plan(
     out_spec: Spec | None,
     batch_axes: tuple[str, ...],
     options: _Options,
-    extra: tuple[int, ...],
+    extra: tuple[int, ...] | _OutputSize,
 ) -> LayerPlan:
     geometry = _transposed_geometry(where, x.shape, w.shape, options, extra)
-    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, ("zero",) * len(extra))
+    return _plan(where, x, w, bias, out_spec, batch_axes, geometry, ("zero",) * len(geometry.outputs))
 
 
 def _plan(
@@ -221,7 +234,10 @@ def _run(
     check_split(where, "spec", x, spec, worker)
     check_split(where, "w_spec", w, w_spec, worker)
     lengths = list(shape) if isinstance(shape, Sequence) and len(shape) == x.ndim else None
-    found = without_channels(spec, w_spec, out_spec, x.ndim, groups, transposed)
+    split = w_spec
+    if isinstance(spec, P) and isinstance(w_spec, Layout) and w_spec.spec is not None:
+        split = w_spec.spec
+    found = without_channels(spec, split, out_spec, x.ndim, groups, transposed)
     inner = without_batch(spec, w_spec, out_spec, x.ndim) if found is None else found[1]
     if inner is None:
         return run_layer(where, lambda x, w, b: plan(x, w, b, out_spec, ()), operands)
@@ -303,7 +319,7 @@ def _boundaries(where: str, boundary: Any, dims: int) -> tuple[str, ...]:
 
 
 def _transposed_geometry(
-    where: str, x: tuple[int, ...], w: tuple[int, ...], options: _Options, extra: tuple[int, ...]
+    where: str, x: tuple[int, ...], w: tuple[int, ...], options: _Options, extra: tuple[int, ...] | _OutputSize
 ) -> Geometry:
     """The geometry of a transposed convolution of whole arrays of these shapes, with output_padding in the padding."""
     strides, padding, dilations, groups = options
@@ -316,10 +332,12 @@ def _transposed_geometry(
             mend=f"w of shape {[x[1], *w[1:]]}",
         )
     _check_filters(where, x, w, groups)
-    if any(o and o >= max(s, d) for o, s, d in zip(extra, strides, dilations, strict=True)):
+    padding = paddings(where, padding, x[2:], w[2:], strides, dilations, minimum=None)
+    if isinstance(extra, _OutputSize):
+        extra = _output_padding(where, extra.lengths, x[2:], w[2:], (strides, padding, dilations, groups))
+    elif any(o and o >= max(s, d) for o, s, d in zip(extra, strides, dilations, strict=True)):
         need = f"less than the stride {strides} or the dilation {dilations}"
         raise SpecError.at(where, argument="output_padding", got=repr(extra), need=need, mend="output_padding=0")
-    padding = paddings(where, padding, x[2:], w[2:], strides, dilations, minimum=None)
     padding = tuple((low, high - o) for (low, high), o in zip(padding, extra, strict=True))
     sizes = zip(x[2:], w[2:], strides, padding, dilations, strict=True)
     outputs = tuple((m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes)
@@ -328,6 +346,21 @@ def _transposed_geometry(
         need = "at least one entry in each spatial dimension, and less padding than there is to crop"
         raise SpecError.at(where, argument="x", got=got, need=need, mend="a smaller padding")
     return Geometry(x[2:], outputs, w[2:], strides, padding, dilations, groups, transposed=True)
+
+
+def _output_padding(
+    where: str, lengths: tuple[int, ...], x: tuple[int, ...], kernel: tuple[int, ...], options: _Options
+) -> tuple[int, ...]:
+    """The output padding that gives these lengths."""
+    strides, padding, dilations, _ = options
+    sizes = zip(x, kernel, strides, padding, dilations, strict=True)
+    least = [(m - 1) * s - low - high + d * (k - 1) + 1 for m, k, s, (low, high), d in sizes]
+    extra = tuple(n - m for n, m in zip(lengths, least, strict=True))
+    if any(not 0 <= o < s for o, s in zip(extra, strides, strict=True)):
+        most = [n + s - 1 for n, s in zip(least, strides, strict=True)]
+        need = f"lengths from {least} to {most}, for an input of lengths {list(x)}"
+        raise SpecError.at(where, argument="output_size", got=repr(lengths), need=need, mend=f"output_size={least}")
+    return extra
 
 
 def _arrays(where: str, x: Any, w: Any, bias: Any, groups: Any) -> tuple[Any, Any, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
-from spmd.global_ops.call import global_value
+from spmd.global_ops.call import global_value, names_of
 from spmd.grid import Grid, layout_of_shapes
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Worker, here
@@ -68,8 +69,9 @@ def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shap
     """The layout of the whole array that an operand of a layer is a block of; outside of bodies that of a global array.
 
     spec: of the block; None: the block is the whole, the same on all workers. shape: of the whole array, if its blocks
-    are balanced. Where a spec splits the array and there is no shape, the workers along its axes exchange the lengths
-    of their blocks: all of them call it.
+    are balanced; None in it: the length of the block in a dimension that is not split. Where a spec splits the array
+    and there is no shape, or None for a dimension that is split, the workers along its axes exchange the lengths of
+    their blocks: all of them call it.
     """
     value = global_value(x)
     if value is not None:
@@ -94,9 +96,19 @@ def layout_of_operand(where: str, argument: str, x: Any, spec: Spec | None, shap
     check_spec(where, argument, x, spec, worker)
     if not spec.axes:
         return worker.mesh.layout(tuple(x.shape), spec)
+    shape = _lengths(x, spec, shape)
     if shape is not None:
         return _balanced(where, x, spec, shape, worker)
     return learnt_layout(where, x, spec, worker)
+
+
+def _lengths(x: Any, spec: P, shape: Any) -> Any:
+    """The shape of the whole, with the lengths of the block in place of None; None if they are to be learnt."""
+    if not isinstance(shape, Sequence) or None not in shape or len(shape) != x.ndim:
+        return shape
+    names = names_of(spec, x.ndim)
+    lengths = [n if m is None and not each else m for m, n, each in zip(shape, x.shape, names, strict=True)]
+    return None if None in lengths else lengths
 
 
 def check_spec(where: str, argument: str, x: Any, spec: P, worker: Worker) -> None:
@@ -139,7 +151,10 @@ def _checked(where: str, argument: str, x: Any, layout: Layout, worker: Worker) 
 
 
 def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout:
-    cuts = balanced(where, spec, shape, worker.mesh.axes)
+    plain = isinstance(shape, Sequence) and all(type(n) is int for n in shape)
+    cuts = (
+        _cuts(where, spec, tuple(shape), worker.mesh.sides) if plain else balanced(where, spec, shape, worker.mesh.axes)
+    )
     if len(cuts) == x.ndim:
         layout = worker.mesh.layout(tuple(map(sum, cuts)), spec)
         if tuple(x.shape) == layout.block_shape(worker.index):
@@ -149,6 +164,11 @@ def _balanced(where: str, x: Any, spec: P, shape: Any, worker: Worker) -> Layout
         need = f"{len(cuts)} dimensions, as {shape} has"
     mend = "leave shape out: the workers then exchange the lengths of their blocks"
     raise LayoutError.at(where, argument="x", got=describe(x), need=need, mend=mend)
+
+
+@lru_cache(maxsize=1024)
+def _cuts(where: str, spec: P, shape: tuple[int, ...], sides: tuple[tuple[str, int], ...]) -> list[tuple[int, ...]]:
+    return balanced(where, spec, shape, dict(sides))
 
 
 def learnt_layout(where: str, x: Any, spec: P, worker: Worker) -> Layout:

@@ -15,7 +15,7 @@ from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import relaid
-from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
+from spmd.functions.planned import LayerPlan, Operand, along, is_local, run_layer
 from spmd.functions.windows import extended, mapped
 from spmd.layout import Layout, Spec
 from spmd.mesh import here
@@ -51,7 +51,7 @@ def pad(
     value: complex = 0,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """x with entries put around it, or cut off. x: an array of NumPy, CuPy or PyTorch, of any dimensions.
@@ -76,9 +76,10 @@ def pad(
     mode = _mode(mode)
     if isinstance(value, bool) or not isinstance(value, int | float | complex | np.number):
         raise SpecError.at(_WHERE, argument="value", got=describe(value), need="a number", mend="value=0")
-    operand = Operand("spec", x, spec, shape)
-    if is_local(_WHERE, operand, out_spec, [d for d, pair in enumerate(pairs) if pair == (0, 0)]):
+    operand, widened = Operand("spec", x, spec, shape), [d for d, pair in enumerate(pairs) if pair != (0, 0)]
+    if is_local(_WHERE, operand, out_spec, [d for d in range(x.ndim) if d not in widened]):
         return _padded(x, pairs, mode, value)
+    operand = along(_WHERE, operand, out_spec, widened)
     return run_layer(_WHERE, lambda layout: _planned(layout, pairs, mode, value, repr(value), out_spec), [operand])
 
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.errors import LayoutError, describe
-from spmd.functions.layouts import check_spec, layout_of_operand
-from spmd.global_ops.call import global_value, on_blocks
+from spmd.functions.layouts import check_spec, layout_of_operand, spec_of_names
+from spmd.global_ops.call import global_value, names_of, on_blocks
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, here
 
-__all__ = ["LayerPlan", "Operand", "is_local", "is_split", "recorded_layouts", "run_layer"]
+__all__ = ["LayerPlan", "Operand", "along", "is_local", "is_split", "recorded_layouts", "run_layer"]
 
 _layouts: ContextVar[list[Any] | None] = ContextVar("spmd_layouts_of_results", default=None)
 
@@ -80,6 +80,19 @@ def is_local(where: str, operand: Operand, out_spec: Spec | None, dims: Containe
         return False
     check_spec(where, operand.argument, operand.x, operand.spec, here(where))
     return all(not names or d in dims for d, names in enumerate(operand.spec.dims))
+
+
+def along(where: str, operand: Operand, out_spec: Spec | None, dims: Container[int]) -> Operand:
+    """An operand by the axes that split these dimensions, if workers along the others compute alike, each on what it
+    has: so the lengths of the other dimensions are not exchanged."""
+    x, spec, shape = operand.x, operand.spec, operand.shape
+    if out_spec is not None or operand.value is not None or not isinstance(spec, P):
+        return operand
+    check_spec(where, operand.argument, x, spec, here(where))
+    names = [each if d in dims else () for d, each in enumerate(names_of(spec, x.ndim))]
+    if isinstance(shape, Sequence) and len(shape) == x.ndim:
+        shape = tuple(m if d in dims else n for d, (m, n) in enumerate(zip(shape, x.shape, strict=True)))
+    return operand._replace(spec=spec_of_names(names), shape=shape)
 
 
 def run_layer(where: str, plan: Callable[..., LayerPlan], operands: Sequence[Operand]) -> Any:

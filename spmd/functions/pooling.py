@@ -12,7 +12,7 @@ from spmd.errors import SpecError
 from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import relaid
-from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
+from spmd.functions.planned import LayerPlan, Operand, along, is_local, run_layer
 from spmd.functions.window_arguments import check_spatial, paddings, per_dimension, tuples
 from spmd.functions.windows import extended
 from spmd.layout import Layout, Spec
@@ -38,7 +38,7 @@ def max_pool(
     return_indices: bool = False,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions; an array of
@@ -71,6 +71,7 @@ def max_pool(
         top, index = local(x, "pooling").max_pool(x, _padded(where, x.shape[2:], padding, *taps), ceil, indices)
         return (top, index) if indices else top
     options = _Options(where, *taps, _hashable(where, padding, *taps), ceil)
+    operand = along(where, operand, out_spec, range(2, x.ndim))
     return run_layer(where, lambda layout: _planned(layout, options, out_spec, indices), [operand])
 
 
@@ -86,7 +87,7 @@ def avg_pool(
     divisor_override: int | None = None,
     *,
     spec: Spec | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions; an array
@@ -109,6 +110,7 @@ def avg_pool(
     if is_local(where, operand, out_spec, range(2)):
         return local(x, "pooling").avg_pool(x, _padded(where, x.shape[2:], padding, *taps), ceil, count, divisor)
     options = _Options(where, *taps, _hashable(where, padding, *taps), ceil, count, divisor)
+    operand = along(where, operand, out_spec, range(2, x.ndim))
     return run_layer(where, lambda layout: _planned(layout, options, out_spec), [operand])
 
 

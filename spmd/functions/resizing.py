@@ -20,7 +20,7 @@ from spmd.functions.arguments import as_array
 from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local
 from spmd.functions.movement import relaid
-from spmd.functions.planned import LayerPlan, Operand, is_local, run_layer
+from spmd.functions.planned import LayerPlan, Operand, along, is_local, run_layer
 from spmd.functions.windows import extended
 from spmd.kernels import taps
 from spmd.kernels.cpu.chunks import accurate
@@ -170,22 +170,23 @@ def resize(
     shape: Sequence[int] | None = None,
     method: str = "linear",
     *,
-    size: int | Sequence[int] | None = None,
+    size: int | Sequence[int | None] | None = None,
     scale_factor: float | Sequence[float] | None = None,
     recompute_scale_factor: bool = False,
     align_corners: bool = False,
     antialias: bool = False,
     cubic: float = -0.5,
     spec: Spec | None = None,
-    in_shape: Sequence[int] | None = None,
+    in_shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
 ):
     """x with other lengths, interpolated along each axis. x: floating or complex; an array of NumPy, CuPy or PyTorch.
 
     How long, by one of: shape, all lengths of the result, as in jax.image.resize; size, those of the spatial dimensions
-    of x: (N, C, *spatial), as in torch.nn.functional.interpolate, or an int for all of them; scale_factor, which
-    multiplies them, rounded down: a number, or one for each. With a scale_factor s, outputs are 1 / s entries apart,
-    as in torch, even where n * s is no whole number; recompute_scale_factor: n / m entries, as by size.
+    of x: (N, C, *spatial), as in torch.nn.functional.interpolate, or an int for all of them, None for one that stays;
+    scale_factor, which multiplies them, rounded down: a number, or one for each. With a scale_factor s, outputs are
+    1 / s entries apart, as in torch, even where n * s is no whole number; recompute_scale_factor: n / m entries, as by
+    size.
     method: "linear"; "cubic" (R. Keys, 1981; cubic: his parameter, -1/2 as in JAX, -3/4 in torch); "nearest" as torch
     has it, entry floor(o * n / m); "nearest-exact", the entry nearest to the middle of the output, which is "nearest"
     in JAX; "area", the mean of what an output covers, torch's adaptive average pooling.
@@ -209,11 +210,13 @@ def resize(
     lengths = _lengths(x, shape, size, scale_factor, bool(recompute_scale_factor))
     options = _Options(*lengths, method, bool(align_corners), bool(antialias), float(cubic))
     operand = Operand("spec", x, spec, in_shape)
-    if is_local(_WHERE, operand, out_spec, () if options.kind == "shape" else range(2)):
+    mixed = range(0 if options.kind == "shape" else 2, x.ndim)
+    if is_local(_WHERE, operand, out_spec, range(mixed.start)):
         steps = options.taps(x.shape)
         for axis in _order(steps):
             x = local(x, "resampling").resample(x, steps[axis], axis)
         return x
+    operand = along(_WHERE, operand, out_spec, mixed)
     return run_layer(_WHERE, lambda layout: _planned(layout, options, out_spec), [operand])
 
 
@@ -233,16 +236,23 @@ def _lengths(x: Any, shape: Any, size: Any, scale_factor: Any, recompute: bool) 
     ((kind, value),) = given.items()
     value = value.tolist() if isinstance(value, np.ndarray) else value
     count = x.ndim if kind == "shape" else x.ndim - 2
-    each = tuple(value) if isinstance(value, Sequence) else () if kind == "shape" else (value,) * count
+    each: tuple[Any, ...] = tuple(value) if isinstance(value, Sequence) else () if kind == "shape" else (value,) * count
     if count < 1 or len(each) != count or isinstance(value, str):
         raise _wrong_count(x, kind, value)
     if kind == "scale_factor":
         return kind, _check_scales(_WHERE, kind, each), recompute
     try:
-        return kind, tuple(map(operator.index, each)), recompute
+        return kind, tuple(_length(n, kind) for n in each), recompute
     except TypeError:
         mend = "scale_factor=1.5 multiplies lengths"
         raise SpecError.at(_WHERE, argument=kind, got=repr(value), need="lengths: ints", mend=mend) from None
+
+
+def _length(n: Any, kind: str) -> int | None:
+    """A length of the result; None: as that of x, which only size can say."""
+    if kind != "size":
+        return operator.index(n)
+    return None if n is None else operator.index(n)
 
 
 def _wrong_count(x: Any, kind: str, value: Any) -> SpecError:
@@ -303,6 +313,8 @@ class _Options:
             space = tuple(math.floor(n * s) for n, s in zip(shape[2:], self.lengths, strict=True))
         else:
             space = self.lengths
+        if self.kind == "size":
+            space = tuple(n if m is None else m for n, m in zip(shape[2:], space, strict=True))
         target = space if self.kind == "shape" else (*shape[:2], *space)
         if any(m < 0 or (m and not n) for m, n in zip(target, shape, strict=True)):
             raise SpecError.at(

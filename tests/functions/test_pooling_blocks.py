@@ -1,4 +1,4 @@
-"""`functions.max_pool` and `avg_pool` on arrays that lie anyhow, against the reference kernels on the whole."""
+"""`functions.max_pool`, `avg_pool` and `adaptive_max_pool` on arrays that lie anyhow, against serial references."""
 
 from __future__ import annotations
 
@@ -97,6 +97,48 @@ def check_max(seed: int, torch: bool) -> None:
     np.testing.assert_array_equal(np.asarray(indices), index)
 
 
+def adaptive_reference(x: np.ndarray, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The maxima of adaptive windows, and their flat indices."""
+    space = x.shape[2:]
+    top, index = np.zeros((*x.shape[:2], *sizes)), np.zeros((*x.shape[:2], *sizes), int)
+    places = np.arange(np.prod(space, dtype=int)).reshape(space)
+    for at in np.ndindex(*sizes):
+        box = tuple(slice(o * n // m, -(-(o + 1) * n // m)) for o, n, m in zip(at, space, sizes, strict=True))
+        part = x[(slice(None), slice(None), *box)].reshape(*x.shape[:2], places[box].size)
+        chosen = part.argmax(-1)
+        top[(..., *at)] = np.take_along_axis(part, chosen[..., None], -1)[..., 0]
+        index[(..., *at)] = places[box].ravel()[chosen]
+    return top, index
+
+
+def check_adaptive_max(seed: int, torch: bool) -> None:
+    rng = np.random.default_rng(seed)
+    mesh, dims = random_mesh(rng), int(rng.integers(1, 4))
+    x = integers(rng, (*rng.integers(0, 4, 2).tolist(), *rng.integers(1, (10, 8, 5)[dims - 1], dims).tolist()))
+    sizes = [None if rng.random() < 0.2 else int(rng.integers(0, 7)) for _ in range(dims)]
+    results = tuple(n if m is None else m for m, n in zip(sizes, x.shape[2:], strict=True))
+    top, index = adaptive_reference(x, results)
+    g = integers(rng, top.shape)
+    spec = random_layout(rng, x.shape, mesh)
+    out_spec = random_layout(rng, top.shape, mesh) if rng.random() < 0.5 else None
+    out = laid(out_spec, natural_layout(spec, x, mesh, top.shape), mesh)
+    gradient = np.zeros((*x.shape[:2], int(np.prod(x.shape[2:]))))
+    for at in np.ndindex(*top.shape):
+        gradient[(*at[:2], index[at])] += g[at]
+
+    def fun(x, indices=False):
+        return functions.adaptive_max_pool(x, sizes, indices, spec=spec, out_spec=out_spec)
+
+    def in_global(x):
+        return functions.adaptive_max_pool(x, sizes, out_spec=out_spec)
+
+    expected = top, (gradient.reshape(x.shape),)
+    check_layer(fun, expected, (x,), (spec,), out, mesh, g, in_global=in_global, torch=torch)
+    run = spmd.map(lambda x: fun(x, True), in_specs=spec, out_specs=(out, out), mesh=mesh)
+    for found, wanted in zip(run(x), (top, index), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), wanted)
+
+
 def close(a, b):
     np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
 
@@ -130,7 +172,7 @@ def check_mean(seed: int, torch: bool) -> None:
 
 
 @FRONTENDS
-@pytest.mark.parametrize("check", [check_max, check_mean])
+@pytest.mark.parametrize("check", [check_max, check_mean, check_adaptive_max])
 @pytest.mark.parametrize("seed", range(15))
 def test_any_layouts(seed, check, torch):
     check(seed, torch)
@@ -138,7 +180,7 @@ def test_any_layouts(seed, check, torch):
 
 @pytest.mark.full
 @FRONTENDS
-@pytest.mark.parametrize("check", [check_max, check_mean])
+@pytest.mark.parametrize("check", [check_max, check_mean, check_adaptive_max])
 @pytest.mark.parametrize("seed", range(1000, 1500))
 def test_many_layouts(seed, check, torch):
     check(seed, torch)

@@ -128,4 +128,18 @@ POOLS = rows(
     },
 )
 
-ROWS = [*PADS, *SIZES, *POOLS]
+ADAPTIVE = rows(
+    "adaptive_max_pool",
+    {
+        "too many numbers": (
+            *(lambda: functions.adaptive_max_pool(X, (2, 3, 4)), SpecError, "output_size", "(2, 3, 4)"),
+            *("one for each of the 2 spatial dimensions", "output_size=(1, 1)"),
+        ),
+        "windows of nothing": (
+            *(lambda: functions.adaptive_max_pool(X[:, :, :0], (2, None)), SpecError, "output_size"),
+            *("an array of lengths [0,", "an entry for each window", "None keeps a length"),
+        ),
+    },
+)
+
+ROWS = [*PADS, *SIZES, *POOLS, *ADAPTIVE]

@@ -28,7 +28,6 @@ import spmd
 from spmd.bridge.torch import functions, in_place_checks, loader_states, nn, transforms, user_functions  # noqa: F401
 from spmd.bridge.torch.collate import Collate
 from spmd.bridge.torch.compiled import compilable, operator
-from spmd.bridge.torch.convolution import DistributedConv, DistributedPool
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
@@ -63,8 +62,6 @@ __all__ = [
     "Batches",
     "Collate",
     "DataParallel",
-    "DistributedConv",
-    "DistributedPool",
     "DistributedSampler",
     "GlobalTensor",
     "GradScaler",

@@ -10,6 +10,7 @@ from spmd.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from spmd.functions import (
+        adaptive_max_pool,
         attention,
         avg_pool,
         batch_norm,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "adaptive_max_pool",
     "attention",
     "avg_pool",
     "batch_norm",

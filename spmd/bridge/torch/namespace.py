@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from array_api_compat import torch as compat
 __all__ = ["concat"]
 
 
-def concat(arrays: Sequence[torch.Tensor], /, *, axis: int | None = 0) -> torch.Tensor:
+def concat(arrays: list[torch.Tensor] | tuple[torch.Tensor, ...], /, *, axis: int | None = 0) -> torch.Tensor:
     """The arrays joined along an axis.
 
     torch takes an array of shape (0,) as absent: its cotangent is a constant, and gradients of gradients do not reach

@@ -154,10 +154,21 @@ def _source(generator: Generator | int | None, worker: Worker | None) -> Generat
 # torch's random functions in bodies
 
 
+_without_subclasses = torch._C.DisableTorchFunctionSubclass
+_ATTRIBUTES = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("dtype", "device", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+)
+"""Attributes of tensors that depend on no state."""
+
+
 class BodyMode(TorchFunctionMode):
     """In a body that tracks states, torch's random functions draw from the worker's generator."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ATTRIBUTES and len(types) == 1 and Tensor in types:  # much the most calls, and the shortest
+            with _without_subclasses():
+                return func(*args)
         kwargs = kwargs or {}
         if draws_now(func, args, kwargs):
             return _draw(lambda: _call_function(func, types, args, kwargs), common_state(args, kwargs))

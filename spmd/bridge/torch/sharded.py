@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class ShardedModule(nn.Module):
     def shard_layout(self, name: str) -> Layout:
         """How the whole of a parameter lies on the mesh."""
         value = getattr(self, name)
-        return value.block_layout if is_partitioned(value) else Layout(tuple(value.shape), P(), {})
+        return value.block_layout if is_partitioned(value) else _whole(tuple(value.shape))
 
     def shard(self, name: str) -> torch.Tensor:
         """The block of a parameter for forward: its `block()`."""
@@ -169,6 +170,11 @@ class ShardedModule(nn.Module):
         for index, text in enumerate(error_msgs[start:], start):
             if text.startswith("size mismatch"):
                 error_msgs[index] = f"{text} A checkpoint has whole tensors."
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Layout:
+    return Layout(shape, P(), {})
 
 
 def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:

@@ -568,7 +568,7 @@ def test_a_split_convolution_has_the_state_and_the_norm_of_the_whole(check):
     layout = spmd.Mesh(x=2).layout(tuple(images.shape), P(None, "x"))
 
     def main() -> None:
-        layer = spt.DistributedConv(conv, P(None, "x"))
+        layer = spt.nn.Conv2d.from_torch(conv, spec=P(None, "x"))
         block = images[layout.slices(spmd.worker_index("x"))].clone()
         layer(spt.varying(block, "x") if check else block).square().sum().backward()
         for norm in (spt.grad_norm(layer), nn.utils.clip_grad_norm_(layer.parameters(), 1e9)):

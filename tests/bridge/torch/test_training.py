@@ -49,8 +49,8 @@ class Split(Net):
 
     def __init__(self, whole: Net) -> None:
         nn.Module.__init__(self)
-        self.first = spt.DistributedConv(whole.first, ROWS, MAPS)
-        self.second = spt.DistributedConv(whole.second, MAPS, ROWS)
+        self.first = spt.nn.Conv2d.from_torch(whole.first, spec=ROWS, out_spec=MAPS)
+        self.second = spt.nn.Conv2d.from_torch(whole.second, spec=MAPS, out_spec=ROWS)
         self.up = spt.nn.Linear.from_torch(whole.up, w_spec=P("b"))
         self.down = spt.nn.Linear.from_torch(whole.down, w_spec=P(None, "b"))
         self.norm = copy.deepcopy(whole.norm)

@@ -22,7 +22,7 @@ from spmd.functions.products import rows_of
 from spmd.layout import Layout, P
 from spmd.mesh import here
 
-__all__ = ["Layer", "layout_of_rows", "on_mesh"]
+__all__ = ["Layer", "layout_of_rows", "lifted", "on_mesh"]
 
 
 class Layer(ShardedModule):
@@ -198,9 +198,19 @@ def _for_functions(layout: Layout) -> P | Layout:
 def on_mesh(layout: Layout) -> P | Layout:
     """A layout by a spec over all axes of the mesh, for functions of blocks; the spec alone, if blocks are balanced."""
     assert layout.spec is not None
-    axes = here("spt.nn").mesh.axes
-    lifted = Layout(layout.shape, layout.spec, axes, layout.cuts)
-    return layout.spec if lifted == Layout(layout.shape, layout.spec, axes) else lifted
+    lifted_layout = lifted(layout)
+    balanced = Layout(layout.shape, layout.spec, lifted_layout.axes)
+    return layout.spec if lifted_layout == balanced else lifted_layout
+
+
+def lifted(layout: Layout) -> Layout:
+    """A layout as functions of blocks take it: one by a spec over all axes of the mesh."""
+    return layout if layout.spec is None else _over(layout, here("spt.nn").mesh.sides)
+
+
+@lru_cache(maxsize=1024)
+def _over(layout: Layout, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return Layout(layout.shape, layout.spec, dict(axes), layout.cuts)
 
 
 def layout_of_rows(spec: LayoutLike, shape: Sequence[int]) -> LayoutLike:
