@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.errors import LayoutError, StateError  # noqa: E402
+from spmd.errors import LayoutError, MeshError, SpecError, StateError  # noqa: E402
 from tests.bridge.torch.plans.plain_models import FNO, GPT, ResNet, Translator, UNet  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -155,7 +155,7 @@ def run(f, check=True, **axes):
     ],
 )
 def test_wrong_plans_raise_where_they_are_applied(plan, words):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises((LayoutError, MeshError, SpecError)) as caught:
         run(lambda: spt.parallelize(GPT(), plan))
     for word in words:
         assert word in str(caught.value)
