@@ -9,5 +9,36 @@ Modules without parameters that work on each entry alone, such as `torch.nn.GELU
 
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import Linear
+from spmd.bridge.torch.nn.norms import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    LazyBatchNorm1d,
+    LazyBatchNorm2d,
+    LazyBatchNorm3d,
+    RMSNorm,
+    SyncBatchNorm,
+)
 
-__all__ = ["Layer", "Linear"]
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "GroupNorm",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "Layer",
+    "LayerNorm",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "Linear",
+    "RMSNorm",
+    "SyncBatchNorm",
+]

@@ -43,6 +43,14 @@ class Layer(ShardedModule):
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
         return {}
 
+    def _pieces(self, name: str) -> int:
+        """Of how many arrays the rows of a parameter consist, each of which is split: see `register_shard`."""
+        return 1
+
+    def _layers(self) -> dict[str, tuple[type[Layer], dict[str, Any]]]:
+        """The layers that take the place of torch's modules in this one: by name the class, and its specs."""
+        return {}
+
     def _draw(self, whole: Any) -> None:
         """Draw the initial values of torch's module, as its constructor does."""
         if hasattr(whole, "reset_parameters"):
@@ -62,18 +70,24 @@ class Layer(ShardedModule):
 
     def _set_specs(self, specs: dict[str, Any]) -> None:
         where = f"spt.nn.{type(self).__name__}"
-        self._specs = {name: s if s is None else checked_layout(where, name, s) for name, s in specs.items()}
+        self._specs = {name: s if s is None else self._checked_spec(where, name, s) for name, s in specs.items()}
         self._placed = True
+
+    def _checked_spec(self, where: str, name: str, spec: Any) -> Any:
+        """The value of an argument that says how something is split."""
+        return checked_layout(where, name, spec)
 
     def _split_parameters(self) -> None:
         """Replace whole parameters and buffers by this worker's blocks."""
         for name, spec in self._layouts().items():
             own = self._parameters.get(name)
             if own is not None:
-                self.register_shard(name, own, spec, requires_grad=own.requires_grad)
+                self.register_shard(name, own, spec, requires_grad=own.requires_grad, pieces=self._pieces(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
         self._lies = {name: self._lie_of(name) for name, own in self._parameters.items() if own is not None}
+        for name, (layer, specs) in self._layers().items():
+            self._modules[name] = layer.from_torch(self.get_submodule(name), **specs)
 
     def _split_buffer(self, name: str, spec: LayoutLike) -> None:
         persistent = name not in self._non_persistent_buffers_set
@@ -102,7 +116,7 @@ class Layer(ShardedModule):
     @classmethod
     def torch_class(cls) -> type[nn.Module]:
         """The class of torch that this layer splits."""
-        return next(c for c in cls.__mro__ if c.__module__.startswith("torch.") and c is not nn.Module)
+        return next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ShardedModule))
 
     @classmethod
     def from_torch(cls, module: nn.Module, **specs: Any) -> Self:
@@ -137,10 +151,10 @@ class Layer(ShardedModule):
 
     def to_torch(self) -> Any:
         """The whole layer as torch's module, on every worker, with copies of the parameters. Collective."""
-        return self._torch_module(lambda name: self.gathered(name))
+        return self._torch_module(filled=True)
 
-    def _torch_module(self, whole: Any = None) -> Any:
-        """torch's module with these options. whole: the values of its parameters and buffers by name; None: none."""
+    def _torch_module(self, filled: bool = False) -> Any:
+        """torch's module with these options. filled: with the values of parameters and buffers. Collective then."""
         if is_parametrized(self):
             raise LayoutError.at(
                 f"spt.nn.{self._class_name}.to_torch",
@@ -152,12 +166,15 @@ class Layer(ShardedModule):
         def value(name: str, own: Any) -> Any:
             if own is None:
                 return None
-            data = torch.empty(own.shape, dtype=own.dtype, device="meta") if whole is None else whole(name)
+            data = self.gathered(name) if filled else torch.empty(own.shape, dtype=own.dtype, device="meta")
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
         for name in ("_specs", "_placed", "_split", "_lies"):
             vars(module).pop(name, None)
+        for name, layer in self._modules.items():
+            if isinstance(layer, Layer):
+                module._modules[name] = layer._torch_module(filled)
         return module
 
     def extra_repr(self) -> str:

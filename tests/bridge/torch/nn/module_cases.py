@@ -66,7 +66,7 @@ def check_module(
     """
     close = close or (lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10))
     mesh = spmd.Mesh(**case.axes)
-    with _double():
+    with double_precision():
         torch.manual_seed(3)
         whole = (theirs or case.theirs)().train(train)
         inputs = tensors(case)
@@ -94,7 +94,9 @@ def check_module(
             _compare_dicts(gradients, expected[2], close)
 
 
-def _double() -> Any:
+def double_precision() -> Any:
+    """A context in which torch makes float64 by default."""
+
     class Double:
         def __enter__(self):
             self.outer = torch.get_default_dtype()
