@@ -211,7 +211,7 @@ class NormPlan:
         workers = [blocks[b, c] for c in range(channels) for b in range(batch)]
         shape, cuts = (x.shape[1], 2), [x.cuts[1], (2,)]
         source = Layout.grid(shape, (channels, 1, batch), x.axes, workers, cuts, copies="varying")
-        target = Layout.grid(shape, (channels, 1), x.axes, workers[::batch], cuts)
+        target = Layout.grid(shape, (channels, 1), x.axes, params_of(x, self.norm.params).workers, cuts)
         if here(self.norm.where).index not in workers:
             own = own[:0, :0]
         return accumulate(own, source, target)

@@ -60,7 +60,9 @@ def case(name, options, specs, shape, axes, lies=None):
     case("GroupNorm", {"num_groups": 2, "num_channels": 6}, {"spec": P("data", None, "model")}, (1, 6, 3, 2), FOUR),
     case("GroupNorm", {"num_groups": 2, "num_channels": 6, "bias": False}, {"spec": P(None, "model")}, (3, 6), TWO),
     case("GroupNorm", {"num_groups": 2, "num_channels": 4}, {"spec": P(None, "model")}, (3, 4, 5), THREE),
-    case("GroupNorm", {"num_groups": 3, "num_channels": 6, "affine": False}, {"spec": P("model", "data")}, (3, 6), FOUR),
+    case(
+        "GroupNorm", {"num_groups": 3, "num_channels": 6, "affine": False}, {"spec": P("model", "data")}, (3, 6), FOUR
+    ),
     case(
         "GroupNorm",
         {"num_groups": 2, "num_channels": 6},
@@ -72,15 +74,34 @@ def case(name, options, specs, shape, axes, lies=None):
     case("InstanceNorm1d", {"num_features": 4}, {"spec": P("model")}, (2, 4, 5), THREE),
     case("InstanceNorm1d", {"num_features": 4, "affine": True}, {"spec": P(None, "model", "data")}, (2, 4, 5), FOUR),
     case("InstanceNorm1d", {"num_features": 3, "affine": True}, {}, (3, 4), TWO),
-    case("InstanceNorm1d", {"num_features": 3, "affine": True}, {"spec": P(None, None, "model")}, (3, 4), TWO, P(None, "model")),
+    case(
+        "InstanceNorm1d",
+        {"num_features": 3, "affine": True},
+        {"spec": P(None, None, "model")},
+        (3, 4),
+        TWO,
+        P(None, "model"),
+    ),
     case("InstanceNorm2d", {"num_features": 3}, {"spec": P(None, None, "model")}, (2, 3, 4, 5), THREE),
-    case("InstanceNorm3d", {"num_features": 2, "affine": True}, {"spec": P("data", None, None, "model")}, (2, 2, 2, 3, 2), FOUR),
+    case(
+        "InstanceNorm3d",
+        {"num_features": 2, "affine": True},
+        {"spec": P("data", None, None, "model")},
+        (2, 2, 2, 3, 2),
+        FOUR,
+    ),
     case("BatchNorm1d", {"num_features": 4}, {}, (5, 4), TWO),
     case("BatchNorm1d", {"num_features": 4}, {"spec": P("model")}, (2, 4), THREE),
     case("BatchNorm1d", {"num_features": 4, "affine": False}, {"spec": P("data", "model")}, (3, 4, 2), FOUR),
     case("BatchNorm1d", {"num_features": 5, "bias": False}, {"spec": P(None, "model")}, (3, 5), THREE),
     case("BatchNorm1d", {"num_features": 5}, {"spec": P("data"), "w_spec": P("model")}, (3, 5), FOUR),
-    case("BatchNorm2d", {"num_features": 3, "track_running_stats": False}, {"spec": P("data", None, "model")}, (3, 3, 2, 2), FOUR),
+    case(
+        "BatchNorm2d",
+        {"num_features": 3, "track_running_stats": False},
+        {"spec": P("data", None, "model")},
+        (3, 3, 2, 2),
+        FOUR,
+    ),
     case("BatchNorm3d", {"num_features": 3}, {"spec": P(None, None, "model", None, "data")}, (1, 3, 4, 2, 3), FOUR),
     case("SyncBatchNorm", {"num_features": 3}, {"spec": P("data", "model")}, (3, 3, 4), FOUR),
     case(
@@ -91,7 +112,7 @@ def case(name, options, specs, shape, axes, lies=None):
         FOUR,
         grid((3, 5), (2, 2), [3, 0, 1, 2], FOUR),
     ),
-)  # fmt: skip
+)
 def test_norms(case):
     check_module(case)
 
@@ -124,9 +145,15 @@ def trained(module, batches):
         ("InstanceNorm1d", {"track_running_stats": True}, (5, 3, 4), {"spec": P("data", "model")}, None),
         ("InstanceNorm1d", {"track_running_stats": True}, (1, 3, 4), {"spec": P("data", None, "model")}, None),
         ("InstanceNorm2d", {"track_running_stats": True, "affine": True, "momentum": 0.4}, (3, 3, 4, 2), {}, None),
-        ("InstanceNorm1d", {"track_running_stats": True}, (3, 3, 4), {"spec": Grid((2, 2, 1), workers=[1, 3, 0, 2])}, [1, 3, 0, 2]),
+        (
+            "InstanceNorm1d",
+            {"track_running_stats": True},
+            (3, 3, 4),
+            {"spec": Grid((2, 2, 1), workers=[1, 3, 0, 2])},
+            [1, 3, 0, 2],
+        ),
     ],
-)  # fmt: skip
+)
 def test_running_statistics(name, options, shape, specs, lies, check):
     rng, options = np.random.default_rng(7), {"num_features": 3, **options}
     batches = [torch.tensor(rng.standard_normal(shape) * (k + 1) + k) for k in range(3)]
