@@ -13,7 +13,7 @@ from spmd.functions.dropouts import check_rate, dropped
 from spmd.layout import Spec
 from spmd.mesh import WORKER
 
-__all__ = ["dropout"]
+__all__ = ["drawn_key", "dropout"]
 
 _WHERE = "spt.dropout"
 
@@ -45,10 +45,10 @@ def dropout(
     worker = WORKER.get()
     if worker is not None:
         refuse_lockstep(worker)
-    return dropped(_WHERE, x, float(p), _key() if key is None else key, spec)
+    return dropped(_WHERE, x, float(p), drawn_key() if key is None else key, spec)
 
 
-def _key() -> np.ndarray:
+def drawn_key() -> np.ndarray:
     """A key, drawn from the generator of this worker."""
     generator = worker_generator() or torch.default_generator
     return np.array([random_word(generator, 32), random_word(generator, 32)], np.uint32)

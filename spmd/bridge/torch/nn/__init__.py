@@ -24,15 +24,21 @@ from spmd.bridge.torch.nn.norms import (
     RMSNorm,
     SyncBatchNorm,
 )
+from spmd.bridge.torch.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "GRUCell",
     "GroupNorm",
     "InstanceNorm1d",
     "InstanceNorm2d",
     "InstanceNorm3d",
+    "LSTMCell",
     "Layer",
     "LayerNorm",
     "LazyBatchNorm1d",
@@ -40,5 +46,6 @@ __all__ = [
     "LazyBatchNorm3d",
     "Linear",
     "RMSNorm",
+    "RNNCell",
     "SyncBatchNorm",
 ]
