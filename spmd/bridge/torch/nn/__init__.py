@@ -7,6 +7,7 @@ net = torch.nn.Sequential(
 Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
 """
 
+from spmd.bridge.torch.nn.fourier import FFT, IFFT, IRFFT, RFFT, SpectralConv1d, SpectralConv2d, SpectralConv3d
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import Linear
 from spmd.bridge.torch.nn.norms import (
@@ -27,8 +28,12 @@ from spmd.bridge.torch.nn.norms import (
 from spmd.bridge.torch.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 
 __all__ = [
+    "FFT",
     "GRU",
+    "IFFT",
+    "IRFFT",
     "LSTM",
+    "RFFT",
     "RNN",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -47,5 +52,8 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "RNNCell",
+    "SpectralConv1d",
+    "SpectralConv2d",
+    "SpectralConv3d",
     "SyncBatchNorm",
 ]

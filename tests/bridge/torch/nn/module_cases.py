@@ -24,7 +24,7 @@ class Case(NamedTuple):
     name: the class, in `torch.nn` and in `spt.nn`. options: of torch's constructor. specs: of ours. shapes: of the
     whole inputs; a tensor in place of a shape is that input. in_specs: how they lie. out_spec: how the result lies; a
     tuple for several results, as the leaves of what the layer gives.
-    axes: those of the mesh. call: of the layer, with the inputs.
+    axes: those of the mesh. call: of the layer, with the inputs. whole: has the class for one worker.
     """
 
     name: str
@@ -35,12 +35,13 @@ class Case(NamedTuple):
     out_spec: Any
     axes: dict[str, int]
     call: Callable[..., Any] = lambda layer, *inputs: layer(*inputs)
+    whole: Any = nn
 
     def ours(self) -> nn.Module:
         return getattr(spt.nn, self.name)(**self.options, **self.specs)
 
     def theirs(self) -> nn.Module:
-        return getattr(nn, self.name)(**self.options)
+        return getattr(self.whole, self.name)(**self.options)
 
 
 def table(*cases: Case) -> Any:
@@ -146,7 +147,8 @@ def _parameter_gradients(case: Case, layer: nn.Module, results: Sequence[torch.T
             continue
         whole = _gathered(y, spec)
         g = _cotangents([whole])[0]
-        total = total + _total(y * _part(g, y, spec), spec)
+        g = _part(g, y, spec)  # of complex results autograd takes the real part of g* y
+        total = total + _total((y * g.conj()).real if y.is_complex() else y * g, spec)
     found = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
     return {name: None if g is None else _whole(g) for name, g in zip(parameters, found, strict=True)}
 
@@ -189,7 +191,8 @@ def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     cotangents = []
     for y in outputs:
         generator = torch.Generator().manual_seed(y.numel())
-        cotangents.append(torch.randn(tuple(y.shape), generator=generator, dtype=torch.float64).to(y.dtype))
+        dtype = torch.complex128 if y.is_complex() else torch.float64
+        cotangents.append(torch.randn(tuple(y.shape), generator=generator, dtype=dtype).to(y.dtype))
     return cotangents
 
 
