@@ -11,6 +11,7 @@ from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from spmd.functions.activation import *  # noqa: F403
+    from spmd.functions.attention_weights import *  # noqa: F403
     from spmd.functions.attentions import *  # noqa: F403
     from spmd.functions.convolution import *  # noqa: F403
     from spmd.functions.cross_entropies import *  # noqa: F403
@@ -51,6 +52,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "swish",
     ),
     "attentions": ("attention",),
+    "attention_weights": ("attention_with_weights",),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("dropout",),
     "cross_entropies": ("cross_entropy", "nll_loss", "softmax_cross_entropy"),

@@ -11,6 +11,7 @@ from spmd.tracebacks import api_boundary
 if TYPE_CHECKING:
     from spmd.functions import (
         attention,
+        attention_with_weights,
         avg_pool,
         batch_norm,
         binary_cross_entropy,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attention",
+    "attention_with_weights",
     "avg_pool",
     "batch_norm",
     "binary_cross_entropy",
