@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.functions.attention_plans import AttentionPlan, Options, attention_plan, with_dimensions
+from spmd.functions.attention_plans import AttentionPlan, attention_plan, with_dimensions
 from spmd.functions.attention_tiles import Part, runs_of_heads
 from spmd.functions.attentions import check_lengths, checked_operands
 from spmd.functions.dropouts import check_rate, dropped

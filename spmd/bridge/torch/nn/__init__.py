@@ -7,6 +7,7 @@ net = torch.nn.Sequential(
 Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
 """
 
+from spmd.bridge.torch.nn.attention import MultiheadAttention
 from spmd.bridge.torch.nn.fourier import FFT, IFFT, IRFFT, RFFT, SpectralConv1d, SpectralConv2d, SpectralConv3d
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import Linear
@@ -50,6 +51,7 @@ __all__ = [
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
     "RNNCell",
     "SpectralConv1d",
