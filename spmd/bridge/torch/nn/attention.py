@@ -113,7 +113,8 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
     def _layouts(self) -> dict[str, LayoutLike]:
         if not self._heads:
             return dict.fromkeys(_SEQUENCES, P())
-        rows = {name: self._split_rows((), p.shape[1:]) for name, p in self._parameters.items() if p is not None}
+        rows: dict[str, LayoutLike] = {}
+        rows |= {name: self._split_rows((), p.shape[1:]) for name, p in self._parameters.items() if p is not None}
         rows |= {"in_proj_weight": self._split_rows((3,), (self.embed_dim,)), "in_proj_bias": self._split_rows((3,))}
         return rows | dict.fromkeys(("bias_k", "bias_v"), self._split_rows((1, 1)))
 

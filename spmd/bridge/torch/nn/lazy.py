@@ -27,7 +27,7 @@ class LazyLayer(Layer):
         self._placed = False
         self._pending = device, generator
 
-    def initialize_parameters(self: Any, *inputs: torch.Tensor) -> None:
+    def initialize_parameters(self: Any, *inputs: torch.Tensor, **_: Any) -> None:
         """Lay out and draw the parameters for inputs of the shapes of these. Collective."""
         if self._pending is None:
             return

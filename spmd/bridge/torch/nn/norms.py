@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
@@ -36,6 +35,8 @@ __all__ = [
     "RMSNorm",
     "SyncBatchNorm",
 ]
+
+_functional: Any = nn.functional
 
 
 class _Norm(Layer):
@@ -108,10 +109,10 @@ class _BatchNorm(_Norm):
         training = self.training or running is None
         given = self._given()
         if training and not given:
-            F._verify_batch_size(list(input.shape))
+            _functional._verify_batch_size(list(input.shape))
         weight, bias = self._block("weight"), self._block("bias")
         options = {"training": training, "momentum": momentum, "eps": self.eps, **given}
-        y = functions.batch_norm(input, weight, bias, running, **options)
+        y: Any = functions.batch_norm(input, weight, bias, running, **options)
         if running is None:
             return y
         if training:
@@ -120,7 +121,7 @@ class _BatchNorm(_Norm):
         return y[0]
 
 
-def _update(buffer: torch.Tensor, new: torch.Tensor) -> None:
+def _update(buffer: Any, new: torch.Tensor) -> None:
     """Write this worker's block of a buffer."""
     with torch.no_grad():
         local_data(buffer).copy_(plain(new))
@@ -222,19 +223,19 @@ class _LazyBatchNorm(LazyLayer, _BatchNorm):
         self._place(device, generator, spec=spec, w_spec=w_spec)
 
 
-class LazyBatchNorm1d(_LazyBatchNorm, nn.LazyBatchNorm1d):
+class LazyBatchNorm1d(_LazyBatchNorm, nn.LazyBatchNorm1d):  # type: ignore[misc]
     """`BatchNorm1d` that takes the number of features from the first input."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(_LazyBatchNorm, nn.LazyBatchNorm2d):
+class LazyBatchNorm2d(_LazyBatchNorm, nn.LazyBatchNorm2d):  # type: ignore[misc]
     """`BatchNorm2d` that takes the number of features from the first input."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(_LazyBatchNorm, nn.LazyBatchNorm3d):
+class LazyBatchNorm3d(_LazyBatchNorm, nn.LazyBatchNorm3d):  # type: ignore[misc]
     """`BatchNorm3d` that takes the number of features from the first input."""
 
     cls_to_become = BatchNorm3d
@@ -306,18 +307,19 @@ class _InstanceNorm(_Norm):
         training = self.training or not self.track_running_stats
         if not given:
             if training:
-                F._verify_spatial_size(list(x.shape))
+                _functional._verify_spatial_size(list(x.shape))
             if x.shape[1] != self.num_features and self.affine:
                 raise ValueError(f"expected {self.num_features} channels, num_features, but got {x.shape[1]}")
         if self.running_mean is None:
-            return functions.instance_norm(x, weight, bias, self.eps, **given)
+            result: Any = functions.instance_norm(x, weight, bias, self.eps, **given)
+            return result
         running = self.shard("running_mean"), self.shard("running_var")
         options = {"training": training, "momentum": 0.0 if self.momentum is None else self.momentum, **given}
-        y, new = functions.instance_norm(x, weight, bias, self.eps, running=running, **options)
+        y: Any = functions.instance_norm(x, weight, bias, self.eps, running=running, **options)
         if training:
-            _update(self.running_mean, new[0])
-            _update(self.running_var, new[1])
-        return y
+            _update(self.running_mean, y[1][0])
+            _update(self.running_var, y[1][1])
+        return y[0]
 
 
 class InstanceNorm1d(_InstanceNorm, nn.InstanceNorm1d):

@@ -23,7 +23,7 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
 class _Recurrent(Layer):
     """What recurrent layers and cells have in common: each parameter has its gates side by side in its rows."""
 
-    _spec_names: tuple[str, ...] = ("spec", "w_spec")
+    _spec_names = "spec", "w_spec"
     hidden_size: int
     proj_size: int = 0
 
