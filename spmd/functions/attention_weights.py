@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.functions.arguments import layer
 from spmd.functions.attention_plans import AttentionPlan, attention_plan, with_dimensions
 from spmd.functions.attention_tiles import Part, runs_of_heads
 from spmd.functions.attentions import check_lengths, checked_operands
@@ -28,6 +29,7 @@ _WHERE = "spmd.functions.attention_with_weights"
 
 
 @api_boundary
+@layer
 def attention_with_weights(
     q,
     k,
@@ -106,7 +108,7 @@ class _WeightsPlan:
     def __call__(self, q: Any, k: Any, v: Any, mask: Any, bias: Any, key: Any) -> Any:
         plan, dtype = self.plan, dtype_of(q)
         q, k, v, mask, bias = plan.brought(q, k, v, mask, bias)
-        part = plan.part(here(_WHERE).group(plan.axes).index if plan.axes else 0, 0)
+        (part,) = plan.parts(here(_WHERE).group(plan.axes).index if plan.axes else 0, 0)
         w = _weights(q, k, mask, bias, part, plan.k.shape[-2])
         w = dropped(_WHERE, w, self.rate, key, self.weights) if self.rate else w
         y = _product(w[..., : k.shape[-2]], v, part, q)

@@ -9,8 +9,8 @@ from typing import Any
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
-from spmd.functions.layouts import check_dtypes
 from spmd.functions.dropouts import check_rate, dropped
+from spmd.functions.layouts import check_dtypes
 from spmd.functions.local import local, namespace
 from spmd.functions.planned import Operand, is_split, run_layer
 from spmd.functions.recurrent_packed import PackedRows

@@ -181,7 +181,7 @@ def _part_of_pieces(pieces: Any, around: list[Box], box: Box) -> np.ndarray:
 
 def _piece_layouts(x: PartitionedTensor) -> list[Layout]:
     """How the entries of a tensor lie in the shape that it has: its layout. Of packed weights, whose rows are several
-    arrays that are split each, one layout for each of these. Nothing for other views."""
+    arrays that are split each, one layout for each of these. Of other views nothing."""
     layout, shape = x.block_layout, tuple(x.shape)
     if shape == layout.shape:
         return [layout]

@@ -7,7 +7,7 @@ mesh. Replicated parameters are `nn.Parameter`s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -66,7 +66,7 @@ class ShardedModule(nn.Module):
         device: Any = None,
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
-        pieces: int = 1,
+        unpacked: Sequence[int] | None = None,
     ) -> None:
         """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` if no axis splits it.
 
@@ -75,8 +75,7 @@ class ShardedModule(nn.Module):
         One worker of a process at a time holds the whole, on the host. Nothing is communicated.
         spec: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
         (0, 0, ...). device, dtype: of the block, by default torch's. On the device "meta" nothing is filled.
-        pieces: of how many arrays of equal shape the rows of the whole consist, as packed weights do. Each is split:
-        above 1, spec is that of an array (pieces, rows of one, ...), and blocks have these dimensions.
+        unpacked: the shape in which spec splits the whole, as for `spt.Parameter`.
         Raises LayoutError where layout and shape do not fit.
         """
         if isinstance(value, torch.Tensor):
@@ -93,8 +92,7 @@ class ShardedModule(nn.Module):
                 mend="shape=(out_features, in_features)",
             )
         shape = tuple(shape)
-        lies_as = shape if pieces == 1 else (pieces, shape[0] // pieces, *shape[1:])
-        layout = layout_of(where, lies_as, spec, here(where))
+        layout = layout_of(where, shape if unpacked is None else tuple(unpacked), spec, here(where))
         dtype = dtype or torch.get_default_dtype()
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type == "meta":
@@ -105,11 +103,11 @@ class ShardedModule(nn.Module):
             with drawing(generator), torch.no_grad():
                 whole = torch.empty(shape, dtype=dtype, device="cpu")
                 value(whole)
-        block = Parameter(whole.reshape(lies_as), layout).detach()
+        block = Parameter(whole, layout, unpacked=unpacked).detach()
         if layout.varying:
-            self._split, data = self._split | {name}, block.to(device, dtype).view(shape)
+            self._split, data = self._split | {name}, block.to(device, dtype)
         else:
-            self._split, data = self._split - {name}, plain(block.block().to(device, dtype)).view(shape)
+            self._split, data = self._split - {name}, plain(block.packed_block().to(device, dtype)).view(shape)
         self.register_parameter(name, nn.Parameter(data, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
@@ -118,12 +116,12 @@ class ShardedModule(nn.Module):
         return value.block_layout if is_partitioned(value) else Layout(tuple(value.shape), P(), {})
 
     def shard(self, name: str) -> torch.Tensor:
-        """The block of a parameter for forward: its `block()`. Of one in pieces these are its first dimension."""
+        """The block of a parameter for forward: its `block()`, or `packed_block()`."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value
         if is_partitioned(value):
-            return value.view(value.block_layout.shape).block()
+            return value.block() if tuple(value.shape) == value.block_layout.shape else value.packed_block()
         if name not in self._split:
             return value
         raise LayoutError.at(

@@ -107,8 +107,9 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         shape = (*before, pieces * self.embed_dim, *after)
         return Layout(shape, P(*[None] * len(before), self._heads or None), axes, cuts)
 
-    def _pieces(self, name: str) -> int:
-        return 3 if name in _SEQUENCES else 1
+    def _unpacked(self, name: str) -> Sequence[int] | None:
+        whole = getattr(self, name)
+        return (3, self.embed_dim, *whole.shape[1:]) if name in _SEQUENCES and self._heads else None
 
     def _layouts(self) -> dict[str, LayoutLike]:
         if not self._heads:

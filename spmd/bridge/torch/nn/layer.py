@@ -43,9 +43,9 @@ class Layer(ShardedModule):
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
         return {}
 
-    def _pieces(self, name: str) -> int:
-        """Of how many arrays the rows of a parameter consist, each of which is split: see `register_shard`."""
-        return 1
+    def _unpacked(self, name: str) -> Sequence[int] | None:
+        """The shape in which the layout of a parameter splits it, if that is not its own: as for `spt.Parameter`."""
+        return None
 
     def _layers(self) -> dict[str, tuple[type[Layer], dict[str, Any]]]:
         """The layers that take the place of torch's modules in this one: by name the class, and its specs."""
@@ -82,7 +82,7 @@ class Layer(ShardedModule):
         for name, spec in self._layouts().items():
             own = self._parameters.get(name)
             if own is not None:
-                self.register_shard(name, own, spec, requires_grad=own.requires_grad, pieces=self._pieces(name))
+                self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
         self._lies = {name: self._lie_of(name) for name, own in self._parameters.items() if own is not None}

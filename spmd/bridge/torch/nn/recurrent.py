@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,10 @@ class _Recurrent(Layer):
     def _gates(self) -> int:
         return 4 if isinstance(self, nn.LSTM | nn.LSTMCell) else 3 if isinstance(self, nn.GRU | nn.GRUCell) else 1
 
-    def _pieces(self, name: str) -> int:
-        return 1 if name.startswith("weight_hr") else self._gates
+    def _unpacked(self, name: str) -> Sequence[int] | None:
+        if self._gates == 1 or name.startswith("weight_hr") or self._specs["w_spec"] is None:
+            return None
+        return (self._gates, self.hidden_size, *getattr(self, name).shape[1:])
 
     def _layouts(self) -> dict[str, LayoutLike]:
         return {name: self._layout(name, p) for name, p in self._parameters.items() if p is not None}
