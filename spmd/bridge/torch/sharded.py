@@ -16,6 +16,7 @@ from torch import nn
 
 import spmd
 from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
@@ -121,7 +122,8 @@ class ShardedModule(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value
         if is_partitioned(value):
-            return value.block() if tuple(value.shape) == value.block_layout.shape else value.packed_block()
+            is_packed = tuple(value.shape) != unwrapped(value).block_layout.shape
+            return value.packed_block() if is_packed else value.block()
         if name not in self._split:
             return value
         raise LayoutError.at(
