@@ -37,7 +37,7 @@ class Layer(ShardedModule):
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
     _lies: dict[str, P | Layout]
-    """How parameters lie, for compiled functions, which cannot ask."""
+    """How parameters and buffers lie, for compiled functions, which cannot ask."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
@@ -85,7 +85,8 @@ class Layer(ShardedModule):
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
-        self._lies = {name: self._lie_of(name) for name, own in self._parameters.items() if own is not None}
+        own = (*self._parameters.items(), *self._buffers.items())
+        self._lies = {name: self._lie_of(name) for name, x in own if x is not None}
         for name, (layer, specs) in self._layers().items():
             self._modules[name] = layer.from_torch(self.get_submodule(name), **specs)
 
