@@ -342,7 +342,7 @@ def instance_norm(
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`group_norm` with as many groups as channels.
 
     running: (mean, variance) of earlier batches, or None. If given, the result is (y, new running), as of `batch_norm`:
