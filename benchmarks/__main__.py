@@ -30,6 +30,7 @@ SECTIONS = {
     "updates": ("benchmarks.updates", "UPDATES"),
     "functions": ("benchmarks.functions", "FUNCTIONS"),
     "bridge": ("benchmarks.bridge", "BRIDGE"),
+    "plans": ("benchmarks.plans", "PLANS"),
     "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
 }

@@ -54,7 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "attentions": ("attention",),
     "attention_weights": ("attention_with_weights",),
     "convolution": ("conv", "conv_transpose"),
-    "dropouts": ("dropout",),
+    "dropouts": ("alpha_dropout", "dropout"),
     "cross_entropies": ("cross_entropy", "nll_loss", "softmax_cross_entropy"),
     "embeddings": ("add_rows", "embedding", "one_hot", "take_rows"),
     "interpolation": ("inject", "sample"),

@@ -314,7 +314,7 @@ def _run(o: _Options, x, target, weight, spec: Spec | None, nll: bool = False) -
     value = next((v for a in operands if a is not None and (v := global_value(a)) is not None), None)
     fun = _Classes(o, nll)
     if spec is not None:
-        check_block(o.where, x, spec)
+        spec = check_block(o.where, x, spec)
         if isinstance(spec, Layout) and spec.spec is None:
             return fun.on_some(spec, *operands)
         return fun(spec, *operands)

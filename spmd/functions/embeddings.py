@@ -80,7 +80,7 @@ def embedding(
     """The rows of a table that ids name. Arrays of NumPy, CuPy or PyTorch.
 
     table: (n, ...). ids: integers of any shape, from 0 to n - 1. Gives ids.shape + table.shape[1:].
-    padding_idx: an id that gives zeros, and whose row gets no gradient.
+    padding_idx: an id whose row gets no gradient.
     spec, table_spec: in a body, how the whole ids and table are split, of which ids and table are this worker's blocks:
     specs, or a `Layout` on some of the workers. None: the whole. Outside of bodies global arrays have their layouts.
     axis_name: in place of table_spec, the axes that split the rows. out_spec: how the result is to lie. None: as ids

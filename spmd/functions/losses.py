@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from spmd.array import PartitionedArray
 from spmd.errors import SpecError, describe
@@ -16,6 +16,7 @@ from spmd.functions.local import local
 from spmd.functions.movement import varied
 from spmd.functions.reductions import check_reduction, reduced
 from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
+from spmd.grid import Grid
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary
@@ -132,8 +133,7 @@ def _run(loss: _Loss, x: Any, target: Any, weight: Any, pos_weight: Any, spec: S
     operands = [x, target, weight, pos_weight]
     values = [value for a in operands if a is not None and (value := global_value(a)) is not None]
     if spec is not None:
-        check_block(loss.where, x, spec)
-        return loss(spec, *operands)
+        return loss(check_block(loss.where, x, spec), *operands)
     if not values:
         return loss(None, *operands)
     lies = layout_of_values(values[0], x.shape)
@@ -155,12 +155,16 @@ def _check_shapes(loss: _Loss, x: Any, target: Any) -> None:
 # Specs: in bodies those that are given; of global arrays those by which they lie.
 
 
-def check_block(where: str, x: Any, spec: Spec, argument: str = "spec") -> None:
-    """Raise unless spec may say how the array lies of which x is a block. Nothing is sent."""
+def check_block(where: str, x: Any, spec: Spec | Grid, argument: str = "spec") -> Spec:
+    """Raise unless spec may say how the array lies of which x is a block. Gives it, and for a grid the layout.
+
+    Only for a grid something is sent: the shapes of the blocks.
+    """
     if isinstance(spec, P) and global_value(x) is None:
         check_spec(where, argument, x, spec, here(where))
-    else:
-        layout_of_operand(where, argument, x, spec)
+        return spec
+    layout = layout_of_operand(where, argument, x, cast(Any, spec))
+    return layout if isinstance(spec, Grid) else spec
 
 
 def layout_of_values(value: PartitionedArray, shape: Sequence[int]) -> Layout:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
@@ -68,6 +68,7 @@ def linear(
         if plan is not None:
             check_split(_WHERE, "spec", x, spec, worker)
             check_split(_WHERE, "w_spec", w, w_spec, worker)
+            _check_features(plan, x, w)
             return plan(x, w, bias)
     operands = [
         Operand("spec", x, spec, shape),
@@ -93,6 +94,21 @@ def _check(x: Any, w: Any, bias: Any) -> None:
         if found is None or (found != ndim if ndim else found < 1):
             mend = f"np.asarray({name}) of these dimensions"
             raise SpecError.at(_WHERE, argument=name, got=describe(array), need=need, mend=mend)
+
+
+def _check_features(plan: _SpecPlan, x: Any, w: Any) -> None:
+    """Raise unless the blocks have the same features."""
+    joined = plan.gather is not None and plan.gather[1] == x.ndim - 1
+    if joined or x.shape[-1] == w.shape[1]:
+        return
+    raise SpecError.at(
+        _WHERE,
+        argument="x",
+        got=f"a block of shape {list(x.shape)}, for a block of w of shape {list(w.shape)}",
+        need=f"{w.shape[1]} features in the last dimension, split as the columns of w",
+        mend="spmd.pslice(x, axis_name, axis=-1, tiled=True) takes this worker's features of a whole x, and "
+        "spmd.all_gather(x, axis_name, axis=-1, tiled=True) joins those of all workers",
+    )
 
 
 def _check_lengths(x: Shape, w: Shape, bias: Shape | None) -> None:
@@ -125,40 +141,40 @@ def _plan(x: Layout, w: Layout, bias: Layout | None, out_spec: Spec | None) -> L
     return (_GridPlan if lie_on_grid(x, w, out_spec) else _LayoutPlan)(x, w, bias, out_spec)
 
 
-@dataclass(frozen=True)
-class _SpecPlan:
+class _SpecPlan(NamedTuple):
     """By specs alone, whatever the lengths: products with w = P(r, c) of blocks of P(..., c), and sums over c.
 
-    rows, columns: r and c. batch: the axes that split the other dimensions of x for the products. gather: axes and the
-    dimension of x that they split, which is joined first. scatter: axes of c, and the dimension of the result that
-    they split.
+    rows: the axes of r, along which x is varied. columns: those of c, over which the products are summed. batch: the
+    axes that split the other dimensions of x for the products. gather: axes and the dimension of x that they split,
+    which is joined first. scatter: axes, and the dimension of the result that they split, to which sums are scattered.
+    collect: axes and the dimension of the result that they split, which is joined last.
     """
 
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    batch: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
     gather: tuple[tuple[str, ...], int] | None = None
     scatter: tuple[tuple[str, ...], int] | None = None
-
-    def products(self, x: Any, w: Any) -> Any:
-        """The summands that the workers along c have."""
-        rows = self.rows
-        if self.gather is not None:  # its adjoint sums over its axes
-            x = all_gather(x, self.gather[0], axis=self.gather[1], tiled=True)
-            rows = [n for n in rows if n not in self.gather[0]]
-        return local(x, "linear").linear(varied(x, rows), varied(w, self.batch))
+    collect: tuple[tuple[str, ...], int] | None = None
 
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
-        y, batch, added = self.products(x, w), self.batch, self.columns
-        if self.scatter is not None:
-            names, dimension = self.scatter
-            y = psum_scatter(y, names, scatter_dimension=dimension, tiled=True)
-            batch, added = (*batch, *names), tuple(n for n in added if n not in names)
-        y = psum(y, added) if added else y
-        return y if bias is None else y + varied(bias, batch)
+        rows, columns, batch, gather, scatter, collect = self
+        lib = local(x, "linear")
+        if gather is not None:  # its adjoint sums over its axes
+            x = all_gather(x, gather[0], axis=gather[1], tiled=True)
+        x, w = varied(x, rows), varied(w, batch)
+        bias = varied(bias, batch if scatter is None else (*batch, *scatter[0]))
+        if scatter is None and not columns:
+            y = lib.linear(x, w, bias)
+        else:
+            y = lib.linear(x, w)
+            if scatter is not None:
+                y = psum_scatter(y, scatter[0], scatter_dimension=scatter[1], tiled=True)
+            y = lib.with_bias(psum(y, columns) if columns else y, bias)
+        return y if collect is None else all_gather(y, collect[0], axis=collect[1], tiled=True, to="invariant")
 
 
-_LOCAL = _SpecPlan((), (), ())
+_LOCAL = _SpecPlan()
 
 
 @lru_cache(maxsize=1024)
@@ -182,16 +198,24 @@ def _plan_by_specs(
     if (differ and not joined) or any(taken.intersection(each) for each in inputs[:-1]):
         return None
     batch = tuple(n for each in inputs[:-1] for n in each)
-    plan = _SpecPlan(rows, columns, batch, gather)
+    varied_over = rows if gather is None else tuple(n for n in rows if n not in gather[0])
+    plan = _SpecPlan(varied_over, columns, batch, gather)
     natural = [*inputs[:-1], rows]
     target = natural if out_spec is None else names_of(out_spec, ndim)
     differ = [d for d in range(ndim) if natural[d] != target[d]]
-    if not differ:
-        return plan
-    (d, *more) = differ
-    if more or natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
+    joined = [d for d in differ if not target[d]]
+    split = [d for d in differ if target[d]]
+    if len(joined) > 1 or len(split) > 1:
         return None
-    return replace(plan, scatter=(target[d], d))
+    if joined:
+        plan = plan._replace(collect=(natural[joined[0]], joined[0]))
+    if split:
+        (d,) = split
+        if natural[d] or d == ndim - 1 or not {*target[d]} <= {*columns}:
+            return None
+        summed_over = tuple(n for n in columns if n not in target[d])
+        plan = plan._replace(columns=summed_over, scatter=(target[d], d))
+    return plan
 
 
 @dataclass(frozen=True)
@@ -235,14 +259,15 @@ class _LayoutPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         rows, columns = self._axes
         batch = tuple(n for names in self.inputs.spec.dims[:-1] for n in names)
-        y = local(x, "linear").linear(gathered(x, self.x, self.inputs, rows), varied(w, batch))
+        lib = local(x, "linear")
+        y = lib.linear(gathered(x, self.x, self.inputs, rows), varied(w, batch))
         y = summed(y, columns, self.products, self.out)
         if bias is None:
             return y
         assert self.bias is not None
         last = self.out.spec.dims[-1]
         bias = relaid(bias, self.bias, Layout(self.bias.shape, spec_of_names([last]), self.x.axes, self.out.cuts[-1:]))
-        return y + varied(bias, [n for names in self.out.spec.dims[:-1] for n in names])
+        return lib.with_bias(y, varied(bias, [n for names in self.out.spec.dims[:-1] for n in names]))
 
 
 @dataclass(frozen=True)
@@ -284,11 +309,12 @@ class _GridPlan:
     def __call__(self, x: Any, w: Any, bias: Any) -> Any:
         inputs, products = self._layouts
         x, w = relaid(x, self.x, inputs), relaid(w, self.w, self.weights)
-        y = local(x, "linear").linear(x, w)
+        lib = local(x, "linear")
+        y = lib.linear(x, w)
         if bias is not None:
             assert self.bias is not None
             lies = rows_of(self.weights)
             bias = relaid(bias, self.bias, lies)
             # A sum of no entries: every worker's result depends on the bias, so that all take part in its adjoint.
-            y = y + (bias if lies.positions(here(_WHERE).index) is not None else namespace(bias).sum(bias))
+            y = lib.with_bias(y, bias if lies.positions(here(_WHERE).index) is not None else namespace(bias).sum(bias))
         return accumulate(y, products, self.out)

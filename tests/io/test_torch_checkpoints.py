@@ -222,7 +222,7 @@ class Net(nn.Module):
     def __init__(self, a: str = "a", b: str = "b") -> None:
         super().__init__()
         with spt.drawing(0):
-            self.up, self.down = spt.ColumnParallelLinear(a, 6, 7), spt.RowParallelLinear(a, 7, 6)
+            self.up, self.down = spt.nn.Linear(6, 7, w_spec=P(a)), spt.nn.Linear(7, 6, w_spec=P(None, a))
             self.norm = nn.BatchNorm1d(6)
             self.table = spt.Parameter(nn.init.normal_(torch.empty(5, 6)), P(b, a))
             self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)

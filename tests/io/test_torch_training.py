@@ -40,8 +40,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with spt.drawing(0):
-            self.up = spt.ColumnParallelLinear("a", 4, 7, dtype=torch.float64)
-            self.down = spt.RowParallelLinear("a", 7, 3, dtype=torch.float64)
+            self.up = spt.nn.Linear(4, 7, w_spec=P("a"), dtype=torch.float64)
+            self.down = spt.nn.Linear(7, 3, w_spec=P(None, "a"), dtype=torch.float64)
             self.last = nn.Linear(3, 3, dtype=torch.float64)
             self.table = spt.Parameter(nn.init.normal_(torch.empty(5, 6, dtype=torch.float64)), P("b", "a"))
             self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)

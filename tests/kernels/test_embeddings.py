@@ -75,7 +75,7 @@ def test_gradients():
     table, ids = rng.normal(size=(4, 3)), np.array([[1, 1], [3, 0]])
     spmd.check_grads(lambda t: take_rows(t, ids) ** 2, (table,), order=2)
     spmd.check_grads(lambda g: add_rows(ids, g, 5) ** 2, (rng.normal(size=(2, 2, 3)),), order=2)
-    spmd.check_grads(lambda t: embedding(t, ids, padding_idx=1) ** 2, (table,), order=2)
+    spmd.check_grads(lambda t: embedding(t, ids) ** 2, (table,), order=2)
     h = rng.normal(size=(4, 3)) + 1j * rng.normal(size=(4, 3))
     spmd.check_grads(lambda t: take_rows(t, ids), (h,))
 
@@ -94,7 +94,6 @@ def test_as_in_torch():
 
     rng = np.random.default_rng(3)
     table, ids, h = rng.normal(size=(9, 5)), rng.integers(0, 9, (4, 6)), rng.normal(size=(4, 6, 5))
-    table[2] = 0
     theirs = torch.tensor(table, requires_grad=True)
     rows_of_torch = torch.nn.functional.embedding(torch.tensor(ids), theirs, padding_idx=2)
     rows_of_torch.backward(torch.tensor(h))

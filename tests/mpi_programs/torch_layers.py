@@ -30,10 +30,12 @@ def serial() -> tuple[dict, torch.Tensor]:
 def main(check: bool, expected: dict, norm: torch.Tensor) -> None:
     k = spmd.worker_index("x")
     net = nn.Sequential(
-        spt.ColumnParallelLinear("x", 7, 9, dtype=F64),
+        spt.nn.Linear(7, 9, w_spec=P("x"), dtype=F64),
         nn.Tanh(),
-        spt.RowParallelLinear("x", 9, 6, dtype=F64, sequence=0),
-        spt.DistributedLinear(Grid((4, 1)), Grid((2,), (3, 1)), Grid((2, 2), (1, 2, 3, 0)), 6, 5, dtype=F64),
+        spt.nn.Linear(9, 6, w_spec=P(None, "x"), out_spec=P("x"), dtype=F64),
+        spt.nn.Linear(
+            6, 5, spec=Grid((4, 1)), w_spec=Grid((2, 2), (1, 2, 3, 0)), out_spec=Grid((2,), (3, 1)), dtype=F64
+        ),
     )
     x = torch.linspace(-1, 1, 21, dtype=F64).reshape(3, 7)
     optimiser = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -46,15 +48,15 @@ def main(check: bool, expected: dict, norm: torch.Tensor) -> None:
     state = net.state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-10)
-    other = nn.Sequential(spt.RowParallelLinear("x", 7, 9, dtype=F64))
+    other = nn.Sequential(spt.nn.Linear(7, 9, w_spec=P(None, "x"), dtype=F64))
     other.load_state_dict({"0.weight": state["0.weight"], "0.bias": state["0.bias"]})
-    linear = other[0].to_linear()
+    linear = other[0].to_torch()
     assert torch.equal(linear.weight, state["0.weight"])
 
     y = spt.varying(torch.full((k + 1, 2), float(k), requires_grad=True), "x")
-    rows = spt.Repartition(P("x"), Grid((2, 1), (3, 0)))(y)
+    rows = spt.nn.Repartition(P("x"), Grid((2, 1), (3, 0)))(y)
     assert rows.shape == ({0: (5, 2), 3: (5, 2)}.get(k, (0, 0)))
-    back = spt.Repartition(Grid((2, 1), (3, 0)), P("x"))(rows)
+    back = spt.nn.Repartition(Grid((2, 1), (3, 0)), P("x"))(rows)
     assert back.shape == ((3, 2) if k < 2 else (2, 2))
     back.sum().backward()
 

@@ -33,17 +33,7 @@ from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
 from spmd.bridge.torch.global_tensors import global_tensor as put
-from spmd.bridge.torch.linear import ColumnParallelLinear, DistributedLinear, RowParallelLinear
 from spmd.bridge.torch.mapping import map
-from spmd.bridge.torch.modules import (
-    AllGather,
-    AllSumReduce,
-    Broadcast,
-    HaloExchange,
-    ReduceScatter,
-    Repartition,
-    SumReduce,
-)
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
 from spmd.bridge.torch.plans import (
     Style,
@@ -70,28 +60,18 @@ if TYPE_CHECKING:
     from spmd import *  # noqa: F403
 
 __all__ = [
-    "AllGather",
-    "AllSumReduce",
     "Batches",
-    "Broadcast",
     "Collate",
-    "ColumnParallelLinear",
     "DataParallel",
     "DistributedConv",
-    "DistributedLinear",
     "DistributedPool",
     "DistributedSampler",
     "GlobalTensor",
     "GradScaler",
-    "HaloExchange",
     "Parameter",
     "PartitionedTensor",
-    "ReduceScatter",
-    "Repartition",
-    "RowParallelLinear",
     "ShardedModule",
     "Style",
-    "SumReduce",
     "Tensor",
     "clip_grad_norm_",
     "column",

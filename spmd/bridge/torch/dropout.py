@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from spmd import functions
 from spmd.bridge.torch.rng import random_word, worker_generator
 from spmd.bridge.torch.worker_context import refuse_lockstep
 from spmd.functions.dropouts import check_rate, dropped
 from spmd.layout import Spec
 from spmd.mesh import WORKER
 
-__all__ = ["drawn_key", "dropout"]
+__all__ = ["alpha_dropout", "drawn_key", "dropout"]
 
 _WHERE = "spt.dropout"
 
 
 def dropout(
-    x: torch.Tensor, p: float = 0.5, key: Any = None, spec: Spec | None = None, *, training: bool = True
+    x: torch.Tensor,
+    p: float = 0.5,
+    key: Any = None,
+    spec: Spec | None = None,
+    *,
+    training: bool = True,
+    broadcast_dims: Sequence[int] = (),
 ) -> torch.Tensor:
     """x with each entry set to 0 with probability p, and the others divided by 1 - p: the same entries on any mesh.
 
         h = spt.dropout(h, 0.1, spec=P("data"))  # h is this worker's rows
         h = spt.dropout(h, 0.1, spec=P("data", "model"))  # and some of their features
 
-    x: floating, of any shape. p: from 0 to below 1. training: False gives x as it is.
+    x: floating, of any shape. p: from 0 to 1. training: False gives x as it is. broadcast_dims: dimensions along which
+    entries are dropped together, as the positions of a channel.
     key: of `spmd.random`, used once. None: one from this worker's generator, the same on all workers, so that
     `torch.manual_seed` before the map determines it.
     spec: in a body, how the whole tensor, of which x is a block, is split over the axes along which x varies: a spec,
@@ -42,13 +51,36 @@ def dropout(
     check_rate(_WHERE, "p", p)
     if not training or not p:
         return x
+    return dropped(_WHERE, x, float(p), _key_for(key), spec, broadcast_dims)
+
+
+def alpha_dropout(
+    x: torch.Tensor,
+    p: float = 0.5,
+    key: Any = None,
+    spec: Spec | None = None,
+    *,
+    training: bool = True,
+    broadcast_dims: Sequence[int] = (),
+) -> torch.Tensor:
+    """`spmd.functions.alpha_dropout` with the arguments of `dropout`."""
+    check_rate("spt.nn.AlphaDropout", "p", p)
+    if not training or not p:
+        return x
+    return functions.alpha_dropout(x, float(p), _key_for(key), spec, broadcast_dims=broadcast_dims)
+
+
+def _key_for(key: Any) -> Any:
+    """The key, or one drawn from the generator of this worker."""
     worker = WORKER.get()
     if worker is not None:
         refuse_lockstep(worker)
-    return dropped(_WHERE, x, float(p), drawn_key() if key is None else key, spec)
+    if key is not None:
+        return key
+    generator = worker_generator() or torch.default_generator
+    return np.array([random_word(generator, 32), random_word(generator, 32)], np.uint32)
 
 
 def drawn_key() -> np.ndarray:
     """A key, drawn from the generator of this worker."""
-    generator = worker_generator() or torch.default_generator
-    return np.array([random_word(generator, 32), random_word(generator, 32)], np.uint32)
+    return _key_for(None)

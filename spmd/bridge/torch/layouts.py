@@ -127,7 +127,7 @@ def broadcast_grid(where: str, small: Grid, large: Grid, ndim: int) -> tuple[tup
             where,
             got=f"{small} and {large}, for a tensor of {ndim} dimensions",
             need="grids that broadcast: in each dimension, counted from the last, one block or as many",
-            mend="spt.Repartition to blocks that fit, before or after; no copies in the smaller one",
+            mend="spt.nn.Repartition to blocks that fit, before or after; no copies in the smaller one",
         )
     members = np.array(large.members).reshape(*b, large.copies)
     unbroadcast = [d for d in range(n) if a[d] == b[d]]
@@ -149,6 +149,6 @@ def added_axes(where: str, small: P, large: P) -> tuple[str, ...]:
                 where,
                 got=f"{small} and {large}",
                 need=f"specs that broadcast: dimension {d} split over {names} in both, or whole in the smaller one",
-                mend="spt.Repartition to blocks that fit, before or after",
+                mend="spt.nn.Repartition to blocks that fit, before or after",
             )
     return tuple(n for n in large.axes if n not in small.varying)

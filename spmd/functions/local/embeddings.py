@@ -10,6 +10,7 @@ from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.staging.recorder import checked
 from spmd.autodiff.tracer import value_of
+from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError
 from spmd.functions.arguments import as_array
 
@@ -34,10 +35,20 @@ def added_rows(ids, g, *, rows):
 
 
 def rows(where: str, table: Any, ids: Any, bounds: tuple[int, int, int], padding: tuple[int, ...]) -> Any:
-    """The rows that ids name of a table that has those from `start` to `stop` of `n`; zeros for others and for padding.
+    """The rows that ids name of a table that has those from `start` to `stop` of `n`; zeros for others.
 
-    bounds: (start, stop, n).
+    bounds: (start, stop, n). padding: rows without gradient.
     """
+    y = _differentiated_rows(where, table, ids, bounds, padding)
+    for i in padding:
+        if bounds[0] <= i < bounds[1]:
+            mask = np.reshape(ids == i, (*ids.shape, *[1] * (table.ndim - 1)))
+            y = np.where(mask, stop_gradient(table[i - bounds[0]]), y)
+    return y
+
+
+def _differentiated_rows(where: str, table: Any, ids: Any, bounds: tuple[int, int, int], padding: Any) -> Any:
+    """The rows with gradient; zeros for others."""
     start, stop, n = bounds
     own = checked_ids(where, ids, n, padding)
     if (start, stop) == (0, n):
@@ -57,7 +68,7 @@ def in_range(ids: np.ndarray, n: int, where: str) -> None:
             argument="ids",
             got=f"ids from {ids.min()} to {ids.max()}",
             need=f"numbers of rows, from 0 to {n - 1}" if n else "no ids: there are no rows",
-            mend="count rows from 0; padding_idx=... names an id without a row",
+            mend="count rows from 0",
         )
 
 

@@ -426,8 +426,8 @@ def test_compiled_collectives_in_a_body_with_states(name, fullgraph):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("bias", "sequence"), list(itertools.product([True, False], [None, 0])))
-def test_layers_under_autocast(dtype, bias, sequence):
+@pytest.mark.parametrize(("bias", "out"), list(itertools.product([True, False], [None, P("x")])))
+def test_layers_under_autocast(dtype, bias, out):
     """The dtype is that of torch's own layer, and gradients that of the parameters."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     grid = spt.Grid
@@ -437,14 +437,10 @@ def test_layers_under_autocast(dtype, bias, sequence):
 
     def body():
         layers = [
-            (spt.ColumnParallelLinear("x", 6, 4, bias, gather=True), x),
-            (spt.RowParallelLinear("x", 6, 4, bias, sequence=sequence), spt.pslice(x, "x", axis=1, tiled=True)),
+            (spt.nn.Linear(6, 4, bias, w_spec=P("x"), out_spec=P()), x),
+            (spt.nn.Linear(6, 4, bias, w_spec=P(None, "x"), out_spec=out), spt.pslice(x, "x", axis=1, tiled=True)),
             (
-                spt.DistributedLinear(P(None, "x"), P(), P(None, "x"), 6, 4, bias),
-                spt.pslice(x, "x", axis=1, tiled=True),
-            ),
-            (
-                spt.DistributedLinear(grid((1, 2)), grid((1, 2)), grid((2, 1)), 6, 4, bias),
+                spt.nn.Linear(6, 4, bias, spec=grid((1, 2)), w_spec=grid((2, 1)), out_spec=grid((1, 2))),
                 spt.pslice(x, "x", axis=1, tiled=True),
             ),
         ]

@@ -11,6 +11,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import spmd  # noqa: E402
+from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.bridge.torch.tensor_state import plain  # noqa: E402
 from spmd.errors import MeshError, ReplicaError, StateError  # noqa: E402
@@ -170,7 +171,9 @@ def test_undeclared_differences_of_one_entry_of_frozen_parameters_and_of_modules
 
 def test_sharded_layers_need_no_declaration():
     def main():
-        net = nn.Sequential(spt.ColumnParallelLinear("model", 4, 6), nn.Tanh(), spt.RowParallelLinear("model", 6, 2))
+        net = nn.Sequential(
+            spt.nn.Linear(4, 6, w_spec=P("model")), nn.Tanh(), spt.nn.Linear(6, 2, w_spec=P(None, "model"))
+        )
         model = spt.data_parallel(net, "data")
         spt.mean(model(spt.varying(torch.ones(2, 4), "data")) ** 2, "data").backward()
 

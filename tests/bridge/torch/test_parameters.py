@@ -340,8 +340,8 @@ X = whole_of((4, 3), 9)
 ENCODER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dtype=F64).eval()
 
 
-def column() -> spt.ColumnParallelLinear:
-    return spt.ColumnParallelLinear.from_linear(LINEAR, "x", gather=True)
+def column() -> spt.nn.Linear:
+    return spt.nn.Linear.from_torch(LINEAR, w_spec=P("x"), out_spec=P())
 
 
 def on_workers(f: Callable[[], Any], check: bool = True) -> list[Any]:
@@ -430,8 +430,8 @@ def optimiser_state() -> None:
 
 def encoder() -> None:
     ours = copy.deepcopy(ENCODER)
-    ours.linear1 = spt.ColumnParallelLinear.from_linear(ENCODER.linear1, "x")
-    ours.linear2 = spt.RowParallelLinear.from_linear(ENCODER.linear2, "x")
+    ours.linear1 = spt.nn.Linear.from_torch(ENCODER.linear1, w_spec=P("x"))
+    ours.linear2 = spt.nn.Linear.from_torch(ENCODER.linear2, w_spec=P(None, "x"))
     z = whole_of((2, 3, 4))
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -51,8 +51,8 @@ class Split(Net):
         nn.Module.__init__(self)
         self.first = spt.DistributedConv(whole.first, ROWS, MAPS)
         self.second = spt.DistributedConv(whole.second, MAPS, ROWS)
-        self.up = spt.ColumnParallelLinear.from_linear(whole.up, "b")
-        self.down = spt.RowParallelLinear.from_linear(whole.down, "b")
+        self.up = spt.nn.Linear.from_torch(whole.up, w_spec=P("b"))
+        self.down = spt.nn.Linear.from_torch(whole.down, w_spec=P(None, "b"))
         self.norm = copy.deepcopy(whole.norm)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:

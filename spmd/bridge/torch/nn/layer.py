@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,7 +38,7 @@ class Layer(ShardedModule):
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
     _lies: dict[str, P | Layout]
-    """How parameters and buffers lie, for compiled functions, which cannot ask."""
+    """How parameters and buffers lie, for functions of blocks."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
@@ -79,14 +80,16 @@ class Layer(ShardedModule):
 
     def _split_parameters(self) -> None:
         """Replace whole parameters and buffers by this worker's blocks."""
+        self._lies = {}
         for name, spec in self._layouts().items():
             own = self._parameters.get(name)
             if own is not None:
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))
+                plain_spec = isinstance(spec, P) and self._unpacked(name) is None
+                self._lies[name] = spec if plain_spec else _for_functions(self.shard_layout(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
-        own = (*self._parameters.items(), *self._buffers.items())
-        self._lies = {name: self._lie_of(name) for name, x in own if x is not None}
+                self._lies[name] = spec if isinstance(spec, P) else _for_functions(self.shard_layout(name))
         for name, (layer, specs) in self._layers().items():
             self._modules[name] = layer.from_torch(self.get_submodule(name), **specs)
 
@@ -188,15 +191,27 @@ class Layer(ShardedModule):
 
     def _of_parameter(self, name: str) -> P | Layout:
         """How a parameter lies, for a function of blocks."""
-        return self._lies[name] if torch.compiler.is_dynamo_compiling() else self._lie_of(name)
+        return self._lies.get(name, _WHOLE)
 
-    def _lie_of(self, name: str) -> P | Layout:
-        layout = self.shard_layout(name)
-        return layout if layout.spec is None else on_mesh(layout)
+    def _layout_of_parameter(self, name: str) -> Layout:
+        """How a parameter lies, over all axes of the mesh: functions then exchange no lengths."""
+        return _over_mesh(self.shard_layout(name), here("spt.nn").mesh.sides)
 
     def _block(self, name: str) -> torch.Tensor | None:
         """This worker's block of a parameter, None where the layer has none."""
-        return None if getattr(self, name) is None else self.shard(name)
+        return None if self._parameters.get(name, self) is None else self.shard(name)
+
+
+_WHOLE = P()
+
+
+@lru_cache(maxsize=1024)
+def _over_mesh(layout: Layout, axes: tuple[tuple[str, int], ...]) -> Layout:
+    return layout if layout.spec is None else Layout(layout.shape, layout.spec, dict(axes), layout.cuts)
+
+
+def _for_functions(layout: Layout) -> P | Layout:
+    return layout if layout.spec is None else on_mesh(layout)
 
 
 def on_mesh(layout: Layout) -> P | Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer, layout_of_rows
-from spmd.global_ops.call import names_of
+from spmd.bridge.torch.nn.lazy import LazyLayer
+from spmd.functions.layouts import layout_of_operand
 from spmd.layout import P
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Linear"]
+__all__ = ["LazyLinear", "Linear"]
 
 
 class Linear(Layer, nn.Linear):
@@ -59,9 +61,58 @@ class Linear(Layer, nn.Linear):
         return {"weight": w_spec, "bias": layout_of_rows(w_spec, self.weight.shape)}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        spec, w_spec = self._specs["spec"], self._of_parameter("weight")
-        if spec is None and isinstance(w_spec, P):
-            columns = names_of(w_spec, 2)[1]
-            spec = P(*[None] * (input.ndim - 1), columns) if columns else None
-        weight, bias = self.shard("weight"), self._block("bias")
+        weight, bias, w_spec = self.shard("weight"), self._block("bias"), self._of_parameter("weight")
+        spec = self._spec_of_input(input.ndim, w_spec)
         return functions.linear(input, weight, bias, spec=spec, w_spec=w_spec, out_spec=self._specs["out_spec"])
+
+    def _spec_of_input(self, ndim: int, w_spec: LayoutLike | None) -> Any:
+        spec = self._specs["spec"]
+        if spec is None and isinstance(w_spec, P):
+            return _constant_spec(w_spec.dims[1] if len(w_spec.dims) > 1 else (), ndim)
+        return spec
+
+
+class LazyLinear(LazyLayer, Linear):
+    """`Linear` whose in_features are those of the first input, in all its blocks. As `nn.LazyLinear`.
+
+    Arguments, but for in_features, as those of `Linear`, which it becomes. The first call is collective if spec or
+    w_spec split the features.
+    """
+
+    cls_to_become = Linear
+    _learnt = "in_features"
+
+    @api_boundary
+    def __init__(
+        self,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: LayoutLike | None = None,
+        w_spec: LayoutLike | None = None,
+        out_spec: LayoutLike | None = None,
+        generator: torch.Generator | int | None = None,
+    ):
+        specs: Any = {"spec": spec, "w_spec": w_spec, "out_spec": out_spec}
+        super().__init__(0, out_features, bias, "meta", dtype, **specs)
+        self._wait(device, dtype, out_features=out_features, bias=bias, generator=generator, **specs)
+
+    def _length_of(self, input: torch.Tensor) -> int:
+        spec = self._spec_of_input(input.ndim, self._specs["w_spec"])
+        return layout_of_operand("spt.nn.LazyLinear", "spec", input, spec).shape[-1]
+
+    def _length_in(self, shapes: dict[str, torch.Size]) -> int:
+        return shapes["weight"][-1] if "weight" in shapes else 0
+
+
+@lru_cache(maxsize=256)
+def _spec_of_features(columns: tuple[str, ...], ndim: int) -> P | None:
+    """The spec of an input whose features lie as the columns of the weights."""
+    return P(*[None] * (ndim - 1), columns) if columns else None
+
+
+@torch.compiler.assume_constant_result
+def _constant_spec(columns: tuple[str, ...], ndim: int) -> P | None:
+    return _spec_of_features(columns, ndim)

@@ -14,6 +14,7 @@ from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.lazy import LazyLayer
 from spmd.bridge.torch.tensor_state import local_data, plain
 from spmd.errors import SpecError, describe
+from spmd.functions.layouts import layout_of_operand
 from spmd.functions.norm_plans import params_of
 from spmd.grid import Grid
 from spmd.layout import Layout, P
@@ -201,8 +202,10 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return converted
 
 
-class _LazyBatchNorm(LazyLayer, _BatchNorm):
+class _LazyBatchNorm(LazyLayer):
     """What lazy batch norms have in common."""
+
+    _learnt = "num_features"
 
     @api_boundary
     def __init__(
@@ -219,24 +222,32 @@ class _LazyBatchNorm(LazyLayer, _BatchNorm):
         w_spec: LayoutLike | None = None,
         generator: torch.Generator | int | None = None,
     ):
-        self.torch_class().__init__(self, eps, momentum, affine, track_running_stats, "meta", dtype, bias=bias)  # type: ignore[call-arg]
-        self._place(device, generator, spec=spec, w_spec=w_spec)
+        options: Any = {"eps": eps, "momentum": momentum, "affine": affine, "track_running_stats": track_running_stats}
+        options |= {"bias": bias, "spec": spec, "w_spec": w_spec}
+        super().__init__(0, device="meta", dtype=dtype, **options)
+        self._wait(device, dtype, generator=generator, **options)
+
+    def _length_of(self, input: torch.Tensor) -> int:
+        return layout_of_operand(f"spt.nn.{self._class_name}", "spec", input, self._specs["spec"]).shape[1]
+
+    def _length_in(self, shapes: dict[str, torch.Size]) -> int:
+        return next((shapes[name][0] for name in _Norm._per_channel if name in shapes), 0)
 
 
-class LazyBatchNorm1d(_LazyBatchNorm, nn.LazyBatchNorm1d):  # type: ignore[misc]
-    """`BatchNorm1d` that takes the number of features from the first input."""
+class LazyBatchNorm1d(_LazyBatchNorm, BatchNorm1d):
+    """`BatchNorm1d` that takes the number of features from the first input. As `nn.LazyBatchNorm1d`."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(_LazyBatchNorm, nn.LazyBatchNorm2d):  # type: ignore[misc]
-    """`BatchNorm2d` that takes the number of features from the first input."""
+class LazyBatchNorm2d(_LazyBatchNorm, BatchNorm2d):
+    """`BatchNorm2d` that takes the number of features from the first input. As `nn.LazyBatchNorm2d`."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(_LazyBatchNorm, nn.LazyBatchNorm3d):  # type: ignore[misc]
-    """`BatchNorm3d` that takes the number of features from the first input."""
+class LazyBatchNorm3d(_LazyBatchNorm, BatchNorm3d):
+    """`BatchNorm3d` that takes the number of features from the first input. As `nn.LazyBatchNorm3d`."""
 
     cls_to_become = BatchNorm3d
 

@@ -104,7 +104,7 @@ class Repartition(_Relayout):
     Raises LayoutError where layouts and blocks do not fit. DistDL's `DistributedTranspose`.
     """
 
-    where = "spt.Repartition"
+    where = "spt.nn.Repartition"
 
     def _move(self, x: Any) -> Any:
         worker = here(self.where)
@@ -130,7 +130,7 @@ class Broadcast(_Relayout):
     Raises LayoutError where the partitions do not broadcast. DistDL's `Broadcast(P_in, P_out)`.
     """
 
-    where = "spt.Broadcast"
+    where = "spt.nn.Broadcast"
 
     def _move(self, x: Any) -> Any:
         worker = here(self.where)
@@ -167,7 +167,7 @@ class SumReduce(_Relayout):
     Raises LayoutError where the partitions do not broadcast, StateError for an Invariant x. DistDL's `SumReduce`.
     """
 
-    where = "spt.SumReduce"
+    where = "spt.nn.SumReduce"
 
     def _move(self, x: Any) -> Any:
         worker = here(self.where)
@@ -224,7 +224,7 @@ class AllSumReduce(_Movement):
     Cost: one all-reduce forward; backward none, or one. Raises StateError for an Invariant x.
     """
 
-    where = "spt.AllSumReduce"
+    where = "spt.nn.AllSumReduce"
     axis_name: str | tuple[str, ...]
     becomes: str
 
@@ -251,7 +251,7 @@ class AllGather(_Movement):
     Cost: one all-gather; backward one reduce-scatter, or nothing. Raises LayoutError for blocks that do not join.
     """
 
-    where = "spt.AllGather"
+    where = "spt.nn.AllGather"
     axis_name: str | tuple[str, ...]
     axis: int
     tiled: bool
@@ -276,7 +276,7 @@ class ReduceScatter(_Movement):
     do not fit.
     """
 
-    where = "spt.ReduceScatter"
+    where = "spt.nn.ReduceScatter"
     axis_name: str | tuple[str, ...]
     axis: int
     tiled: bool
@@ -309,7 +309,7 @@ class HaloExchange(_Movement):
     block (`spt.halo_accumulate`). Cost and errors: as for `spt.halo_exchange`. DistDL's `HaloExchange`.
     """
 
-    where = "spt.HaloExchange"
+    where = "spt.nn.HaloExchange"
     spec: P
     widths: Any
     boundary: Any

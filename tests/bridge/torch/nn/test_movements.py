@@ -49,29 +49,29 @@ def cases(axes: dict[str, int], shape: tuple[int, int]) -> list[Case]:
     corner = Layout.grid(shape, (1, 1), axes, (n - 1,))
     everywhere = Layout.grid(shape, (1, 1, n), axes)
     every = [
-        Case("rows-columns", spt.Repartition(rows, columns), rows, columns),
-        Case("rows-columns-specs", spt.Repartition(P(names), P(None, names)), rows, columns),
-        Case("rows-whole-specs", spt.Repartition(P(names), P()), rows, whole),
-        Case("whole-rows", spt.Repartition(whole, rows), whole, rows),
-        Case("rows-some", spt.Repartition(P(names), Grid((len(some), 1), some)), rows, on_some),
-        Case("some-columns", spt.Repartition(Grid((len(some), 1), some), P(None, names)), on_some, columns),
-        Case("some-corner", spt.Repartition(Grid((len(some), 1), some), Grid((1,), (n - 1,))), on_some, corner),
-        Case("spec-layout", spt.Repartition(P(names), corner), rows, corner),
-        Case("broadcast", spt.Broadcast(Grid((1, 1), (n - 1,)), Grid((n, 1))), corner, everywhere),
-        Case("broadcast-layouts", spt.Broadcast(corner, everywhere), corner, everywhere),
-        Case("broadcast-layout-grid", spt.Broadcast(corner, Grid((n,))), corner, everywhere),
-        Case("sum-reduce", spt.SumReduce(Grid((1, n)), Grid((1, 1), (n - 1,))), everywhere, corner),
-        Case("sum-reduce-layouts", spt.SumReduce(everywhere, corner), everywhere, corner),
-        Case("sum-reduce-grid-layout", spt.SumReduce(Grid((n, 1)), corner), everywhere, corner),
+        Case("rows-columns", spt.nn.Repartition(rows, columns), rows, columns),
+        Case("rows-columns-specs", spt.nn.Repartition(P(names), P(None, names)), rows, columns),
+        Case("rows-whole-specs", spt.nn.Repartition(P(names), P()), rows, whole),
+        Case("whole-rows", spt.nn.Repartition(whole, rows), whole, rows),
+        Case("rows-some", spt.nn.Repartition(P(names), Grid((len(some), 1), some)), rows, on_some),
+        Case("some-columns", spt.nn.Repartition(Grid((len(some), 1), some), P(None, names)), on_some, columns),
+        Case("some-corner", spt.nn.Repartition(Grid((len(some), 1), some), Grid((1,), (n - 1,))), on_some, corner),
+        Case("spec-layout", spt.nn.Repartition(P(names), corner), rows, corner),
+        Case("broadcast", spt.nn.Broadcast(Grid((1, 1), (n - 1,)), Grid((n, 1))), corner, everywhere),
+        Case("broadcast-layouts", spt.nn.Broadcast(corner, everywhere), corner, everywhere),
+        Case("broadcast-layout-grid", spt.nn.Broadcast(corner, Grid((n,))), corner, everywhere),
+        Case("sum-reduce", spt.nn.SumReduce(Grid((1, n)), Grid((1, 1), (n - 1,))), everywhere, corner),
+        Case("sum-reduce-layouts", spt.nn.SumReduce(everywhere, corner), everywhere, corner),
+        Case("sum-reduce-grid-layout", spt.nn.SumReduce(Grid((n, 1)), corner), everywhere, corner),
         Case(
             "broadcast-specs",
-            spt.Broadcast(P(), P(names)),
+            spt.nn.Broadcast(P(), P(names)),
             whole,
             Layout(shape, P(), axes, copies="varying"),
         ),
         Case(
             "sum-reduce-specs",
-            spt.SumReduce(P(None, names), P()),
+            spt.nn.SumReduce(P(None, names), P()),
             Layout(shape, P(), axes, copies="varying"),
             whole,
         ),
@@ -81,12 +81,12 @@ def cases(axes: dict[str, int], shape: tuple[int, int]) -> list[Case]:
         square = Layout.grid(shape, (1, 2, 2), axes, (2, 0, 3, 1))
         over_x = Layout(shape, P("x"), {"x": 2})
         every += [
-            Case("line-square", spt.Broadcast(Grid((1, 2), (3, 0)), Grid((2, 2), (2, 3, 0, 1))), line, square),
-            Case("square-line", spt.SumReduce(Grid((2, 2), (2, 3, 0, 1)), Grid((2,), (3, 0))), square, line),
-            Case("one-axis", spt.Repartition(P("x"), P(None, "x")), over_x, Layout(shape, P(None, "x"), {"x": 2})),
+            Case("line-square", spt.nn.Broadcast(Grid((1, 2), (3, 0)), Grid((2, 2), (2, 3, 0, 1))), line, square),
+            Case("square-line", spt.nn.SumReduce(Grid((2, 2), (2, 3, 0, 1)), Grid((2,), (3, 0))), square, line),
+            Case("one-axis", spt.nn.Repartition(P("x"), P(None, "x")), over_x, Layout(shape, P(None, "x"), {"x": 2})),
             Case(
                 "grid-of-an-axis",
-                spt.Repartition(Grid((2,), axes="y"), Grid((1,), (1,), axes="y")),
+                spt.nn.Repartition(Grid((2,), axes="y"), Grid((1,), (1,), axes="y")),
                 Layout.grid(shape, (1, 2), {"y": 2}),
                 Layout.grid(shape, (1, 1), {"y": 2}, (1,)),
             ),
@@ -168,8 +168,8 @@ def test_blocks_of_other_lengths_than_balanced_ones_are_learnt():
         src = Layout(shape, P("x"), mesh.axes, [cuts, None])
         grid = Layout.grid(shape, (3, 1), mesh.axes, (2, 0, 1), [cuts, None])
         for module, lies in (
-            (spt.Repartition(P("x"), P(None, "x")), src),
-            (spt.Repartition(Grid((3, 1), (2, 0, 1)), P(None, "x")), grid),
+            (spt.nn.Repartition(P("x"), P(None, "x")), src),
+            (spt.nn.Repartition(Grid((3, 1), (2, 0, 1)), P(None, "x")), grid),
         ):
             dst = Layout(shape, P(None, "x"), mesh.axes)
             x, g = blocks(mesh, lies, rng), blocks(mesh, dst, rng)
@@ -183,7 +183,7 @@ def test_blocks_of_other_lengths_than_balanced_ones_are_learnt():
 def test_one_module_serves_tensors_of_other_shapes_and_dimensions_call_after_call():
     """Worker 0 holds 3 rows of 5 and of 6: it cannot know by itself that the other's block has grown."""
     mesh = spmd.Mesh(x=2)
-    module = spt.Repartition(P("x"), P(None, "x"))
+    module = spt.nn.Repartition(P("x"), P(None, "x"))
     for n in (5, 6, 5):
         for rest in ((4,), (3, 2)):
             x = torch.arange(float(n * 4 * (len(rest) * 2 - 1))).reshape(n, -1)[:, : np.prod(rest)].reshape(n, *rest)
@@ -206,17 +206,17 @@ def test_modules_of_axes_are_their_functions(axes, check):
 
         return body
 
-    gather = spt.AllGather(names, 1)
+    gather = spt.nn.AllGather(names, 1)
     x.requires_grad_()
-    y = spt.map(lambda a: spt.AllGather(names, -2, to="invariant")(a), rows, P(), mesh=mesh, check=check)(x)
+    y = spt.map(lambda a: spt.nn.AllGather(names, -2, to="invariant")(a), rows, P(), mesh=mesh, check=check)(x)
     (gx,) = torch.autograd.grad(y, x, w)
     assert torch.equal(y, x)
     assert torch.equal(gx, w)
-    y = spt.map(lambda a: spt.ReduceScatter(names, 1)(gather(a)), rows, rows, mesh=mesh, check=check)(x)
+    y = spt.map(lambda a: spt.nn.ReduceScatter(names, 1)(gather(a)), rows, rows, mesh=mesh, check=check)(x)
     (gx,) = torch.autograd.grad(y, x, w)
     assert torch.equal(y, mesh.size * x)
     assert torch.equal(gx, mesh.size * w)
-    y = spt.map(lambda a: spt.AllSumReduce(names)(a.sum(1)), rows, P(), mesh=mesh, check=check)(x)
+    y = spt.map(lambda a: spt.nn.AllSumReduce(names)(a.sum(1)), rows, P(), mesh=mesh, check=check)(x)
     (gx,) = torch.autograd.grad(y, x, w[:, 0])
     assert torch.equal(y, x.sum(1))
     assert torch.equal(gx, w[:, :1].expand_as(x))
@@ -231,7 +231,7 @@ def test_an_all_sum_reduce_to_varying_is_its_own_adjoint():
         def main(check=check, result=result):
             k = spmd.worker_index("x")
             leaf = x[k].clone().requires_grad_()
-            y = spt.AllSumReduce("x", to="varying")(spt.varying(leaf, "x"))
+            y = spt.nn.AllSumReduce("x", to="varying")(spt.varying(leaf, "x"))
             if check:
                 assert y.state.varying == {"x"}
             y.backward(torch.tensor(10.0**k))
@@ -246,8 +246,8 @@ def test_equal_blocks_are_stacked_and_unstacked():
     x = torch.arange(6.0).reshape(3, 2)
 
     def body(x):
-        y = spt.AllGather("x", 1, tiled=False)(x[0])
-        return spt.ReduceScatter("x", -1, tiled=False)(y)[None]
+        y = spt.nn.AllGather("x", 1, tiled=False)(x[0])
+        return spt.nn.ReduceScatter("x", -1, tiled=False)(y)[None]
 
     assert torch.equal(spt.map(body, P("x"), P("x"), mesh=mesh)(x), 3 * x)
 
@@ -257,7 +257,7 @@ def test_equal_blocks_are_stacked_and_unstacked():
 def test_a_halo_exchange_is_its_function_and_takes_any_batch(n, boundary):
     mesh = spmd.Mesh(x=n)
     rng = np.random.default_rng(n)
-    module = spt.HaloExchange(P(None, "x"), [0, (1, 2)], boundary)
+    module = spt.nn.HaloExchange(P(None, "x"), [0, (1, 2)], boundary)
     for batch in (1, 4):
         x = torch.tensor(rng.integers(-9, 10, (batch, 11)).astype(float), requires_grad=True)
         outs = []
@@ -279,7 +279,7 @@ def test_a_convolution_on_the_window_of_its_kernel_is_the_serial_one(axes, kerne
     conv = nn.Conv2d(2, 3, kernel, stride, 0, dilation, dtype=torch.float64)
     serial = copy.deepcopy(conv)
     serial.padding = (padding, padding)
-    halo = spt.HaloExchange.of_window(
+    halo = spt.nn.HaloExchange.of_window(
         spec, (None, None, kernel, kernel), stride=stride, padding=padding, dilation=dilation
     )
     net = nn.Sequential(halo, conv)
@@ -305,10 +305,10 @@ def test_widths_may_be_windows():
     runs = [
         spt.map(m, P(None, "x"), P(None, "x"), mesh=mesh)(x)
         for m in (
-            spt.HaloExchange(P(None, "x"), windows, "zero"),
-            spt.HaloExchange(P(None, "x"), (0, window), "zero"),
-            spt.HaloExchange(P(None, "x"), widths, "zero", shape=(1, 20)),
-            spt.HaloExchange.of_window(P(None, "x"), (None, 4), stride=2, padding=1),
+            spt.nn.HaloExchange(P(None, "x"), windows, "zero"),
+            spt.nn.HaloExchange(P(None, "x"), (0, window), "zero"),
+            spt.nn.HaloExchange(P(None, "x"), widths, "zero", shape=(1, 20)),
+            spt.nn.HaloExchange.of_window(P(None, "x"), (None, 4), stride=2, padding=1),
         )
     ]
     assert all(torch.equal(runs[0], r) for r in runs[1:])
@@ -318,17 +318,17 @@ def test_widths_may_be_windows():
 # Modules among modules
 
 EVERY = [
-    spt.Repartition(P("x"), P(None, "x")),
-    spt.Repartition(Layout((5, 4), P("x"), {"x": 2}), Layout.grid((5, 4), (1, 1), {"x": 2}, (1,))),
-    spt.Broadcast(Layout.grid((3, 4), (1, 1), {"x": 2}, (0,)), Layout.grid((3, 4), (1, 1, 2), {"x": 2})),
-    spt.SumReduce(P("x"), P()),
-    spt.AllSumReduce("x"),
-    spt.AllSumReduce("x", to="varying"),
-    spt.AllGather("x"),
-    spt.AllGather("x", 1, to="invariant"),
-    spt.ReduceScatter("x", 1),
-    spt.HaloExchange(P("x"), 1, "periodic"),
-    spt.HaloExchange.of_window(P("x"), (3, None), padding=1),
+    spt.nn.Repartition(P("x"), P(None, "x")),
+    spt.nn.Repartition(Layout((5, 4), P("x"), {"x": 2}), Layout.grid((5, 4), (1, 1), {"x": 2}, (1,))),
+    spt.nn.Broadcast(Layout.grid((3, 4), (1, 1), {"x": 2}, (0,)), Layout.grid((3, 4), (1, 1, 2), {"x": 2})),
+    spt.nn.SumReduce(P("x"), P()),
+    spt.nn.AllSumReduce("x"),
+    spt.nn.AllSumReduce("x", to="varying"),
+    spt.nn.AllGather("x"),
+    spt.nn.AllGather("x", 1, to="invariant"),
+    spt.nn.ReduceScatter("x", 1),
+    spt.nn.HaloExchange(P("x"), 1, "periodic"),
+    spt.nn.HaloExchange.of_window(P("x"), (3, None), padding=1),
 ]
 
 
@@ -347,9 +347,9 @@ def test_copies_pickles_and_descriptions(module):
 
 
 def shape_for(module: nn.Module, worker: int) -> tuple[int, int]:
-    if isinstance(module, spt.Broadcast):
+    if isinstance(module, spt.nn.Broadcast):
         return (3, 4) if worker == 0 else (0, 0)
-    if isinstance(module, spt.Repartition) or (isinstance(module, spt.AllGather) and module.axis == 0):
+    if isinstance(module, spt.nn.Repartition) or (isinstance(module, spt.nn.AllGather) and module.axis == 0):
         return (3 - worker, 4)
     return 3, 4
 
@@ -384,7 +384,7 @@ def test_compiled_between_layouts_over_some_axes():
     """The shape of the result is that of the worker's place along them, not of its number in the mesh."""
     torch._dynamo.reset()
     mesh = spmd.Mesh(x=2, y=2)
-    module = spt.Repartition(Layout((5, 3), P("x"), {"x": 2}), Layout((5, 3), P(None, "x"), {"x": 2}))
+    module = spt.nn.Repartition(Layout((5, 3), P("x"), {"x": 2}), Layout((5, 3), P(None, "x"), {"x": 2}))
     x = torch.arange(15.0).reshape(5, 3)
     compiled = torch.compile(lambda x: 2 * module(x), fullgraph=True, backend="aot_eager")
     y = spt.map(compiled, P("x"), P(None, "x"), mesh=mesh, check=False)(x)
@@ -393,7 +393,9 @@ def test_compiled_between_layouts_over_some_axes():
 
 def test_gradients_of_gradients():
     mesh = spmd.Mesh(x=3)
-    module = nn.Sequential(spt.Repartition(P("x"), P(None, "x")), nn.Tanh(), spt.Repartition(P(None, "x"), P("x")))
+    module = nn.Sequential(
+        spt.nn.Repartition(P("x"), P(None, "x")), nn.Tanh(), spt.nn.Repartition(P(None, "x"), P("x"))
+    )
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     mapped = spt.map(module, P("x"), P("x"), mesh=mesh)
     assert torch.autograd.gradcheck(mapped, (x,))
@@ -414,8 +416,8 @@ def counted(mesh: spmd.Mesh, module: nn.Module, x: torch.Tensor, src: P | Layout
 def test_what_is_learnt_costs_a_meeting_and_no_message():
     mesh, x = spmd.Mesh(x=3), torch.randn(7, 6)
     rows, columns = mesh.layout((7, 6), P("x")), mesh.layout((7, 6), P(None, "x"))
-    known = counted(mesh, spt.Repartition(rows, columns), x, P("x"), P(None, "x"))
-    learnt = counted(mesh, spt.Repartition(P("x"), P(None, "x")), x, P("x"), P(None, "x"))
+    known = counted(mesh, spt.nn.Repartition(rows, columns), x, P("x"), P(None, "x"))
+    learnt = counted(mesh, spt.nn.Repartition(P("x"), P(None, "x")), x, P("x"), P(None, "x"))
     assert dict(known.operators) == dict(learnt.operators) == {"Repartition": 1, "Accumulate": 1}
     assert (known.messages, known.bytes) == (learnt.messages, learnt.bytes) == (4, known.bytes)
     assert "shapes" not in known.verbs
@@ -424,7 +426,7 @@ def test_what_is_learnt_costs_a_meeting_and_no_message():
 
 def test_specs_that_broadcast_cost_one_sum():
     mesh, x = spmd.Mesh(x=3), torch.randn(7, 6)
-    log = counted(mesh, nn.Sequential(spt.Broadcast(P(), P("x")), spt.SumReduce(P("x"), P())), x, P(), P())
+    log = counted(mesh, nn.Sequential(spt.nn.Broadcast(P(), P("x")), spt.nn.SumReduce(P("x"), P())), x, P(), P())
     assert dict(log.operators) == {"Sum": 2}  # of the forward run, and of the cotangent of x
     assert "shapes" not in log.verbs
 
@@ -463,19 +465,24 @@ def test_a_grid_is_a_layout_without_its_shape():
 @pytest.mark.parametrize(
     ("module", "shapes", "kind", "words"),
     [
-        (spt.Repartition(Grid((2, 1)), P("x")), [(2, 3), (2, 4), (0, 0)], LayoutError, "equal lengths in dimension 1"),
-        (spt.Repartition(Grid((2, 1)), P("x")), [(2, 3), (2, 3), (1, 3)], LayoutError, r"zeros of shape \[0, 0\]"),
-        (spt.Repartition(Grid((2, 1)), P("x")), [(2,), (2,), (0,)], LayoutError, "spmd.Grid: argument dims"),
-        (spt.Repartition(Grid((5, 1)), P("x")), [(2, 3)] * 3, LayoutError, "5 different workers of the 3"),
-        (spt.Repartition(P("x"), P("x", "y")), [(2, 3)] * 2, ValueError, "axis 'y'"),
-        (spt.Repartition(P("x"), Grid((2,), axes="y")), [(2, 3)] * 2, MeshError, "'y'"),
-        (spt.Broadcast(Grid((2, 1)), Grid((3, 1))), [(2, 3), (2, 3), (0, 0)], LayoutError, "grids that broadcast"),
-        (spt.Broadcast(P("x"), Grid((3, 1))), [(2, 3)] * 3, LayoutError, "two grids, two specs, or two layouts"),
-        (spt.Broadcast(P("x"), P(None, "x")), [(2, 3)] * 3, LayoutError, "specs that broadcast"),
-        (spt.SumReduce(Grid((3, 1)), Grid((1, 1))), [(2, 3), (2, 3), (1, 3)], LayoutError, "equal lengths"),
-        (spt.AllGather("x", 2), [(2, 3)] * 2, LayoutError, "argument axis"),
-        (spt.AllGather("z"), [(2, 3)] * 2, MeshError, "axis_name"),
-        (spt.ReduceScatter("x", sizes=(1, 2)), [(2, 3)] * 2, LayoutError, "sizes"),
+        (
+            spt.nn.Repartition(Grid((2, 1)), P("x")),
+            [(2, 3), (2, 4), (0, 0)],
+            LayoutError,
+            "equal lengths in dimension 1",
+        ),
+        (spt.nn.Repartition(Grid((2, 1)), P("x")), [(2, 3), (2, 3), (1, 3)], LayoutError, r"zeros of shape \[0, 0\]"),
+        (spt.nn.Repartition(Grid((2, 1)), P("x")), [(2,), (2,), (0,)], LayoutError, "spmd.Grid: argument dims"),
+        (spt.nn.Repartition(Grid((5, 1)), P("x")), [(2, 3)] * 3, LayoutError, "5 different workers of the 3"),
+        (spt.nn.Repartition(P("x"), P("x", "y")), [(2, 3)] * 2, ValueError, "axis 'y'"),
+        (spt.nn.Repartition(P("x"), Grid((2,), axes="y")), [(2, 3)] * 2, MeshError, "'y'"),
+        (spt.nn.Broadcast(Grid((2, 1)), Grid((3, 1))), [(2, 3), (2, 3), (0, 0)], LayoutError, "grids that broadcast"),
+        (spt.nn.Broadcast(P("x"), Grid((3, 1))), [(2, 3)] * 3, LayoutError, "two grids, two specs, or two layouts"),
+        (spt.nn.Broadcast(P("x"), P(None, "x")), [(2, 3)] * 3, LayoutError, "specs that broadcast"),
+        (spt.nn.SumReduce(Grid((3, 1)), Grid((1, 1))), [(2, 3), (2, 3), (1, 3)], LayoutError, "equal lengths"),
+        (spt.nn.AllGather("x", 2), [(2, 3)] * 2, LayoutError, "argument axis"),
+        (spt.nn.AllGather("z"), [(2, 3)] * 2, MeshError, "axis_name"),
+        (spt.nn.ReduceScatter("x", sizes=(1, 2)), [(2, 3)] * 2, LayoutError, "sizes"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -491,30 +498,30 @@ def test_errors_say_what_is_wrong(module, shapes, kind, words):
 
 
 def test_arguments_are_checked_where_a_module_is_made():
-    with pytest.raises(LayoutError, match=r"spt\.Repartition: argument dst"):
-        spt.Repartition(P("x"), "x")
+    with pytest.raises(LayoutError, match=r"spt\.nn\.Repartition: argument dst"):
+        spt.nn.Repartition(P("x"), "x")
     with pytest.raises(LayoutError, match="argument to"):
-        spt.AllGather("x", to="everywhere")
+        spt.nn.AllGather("x", to="everywhere")
     with pytest.raises(LayoutError, match=r"spmd\.Grid"):
         Grid((0, 2))
     with pytest.raises(MeshError, match="outside of any body"):
-        spt.AllSumReduce("x")(torch.ones(2))
+        spt.nn.AllSumReduce("x")(torch.ones(2))
 
 
 def test_workers_with_other_modules_are_told_the_line_of_their_own_code():
     mesh = spmd.Mesh(x=2)
-    modules = [spt.AllSumReduce("x"), spt.AllGather("x")]
+    modules = [spt.nn.AllSumReduce("x"), spt.nn.AllGather("x")]
 
     def main():
         modules[spmd.worker_index("x")](spt.varying(torch.ones(3), "x"))
 
-    with pytest.raises(MismatchError, match=r"test_modules\.py") as caught:
+    with pytest.raises(MismatchError, match=r"test_movements\.py") as caught:
         spt.map(main, (), None, mesh=mesh)()
-    assert "torch/nn" not in str(caught.value)
+    assert "spmd/bridge" not in str(caught.value)
 
 
 def test_what_adds_refuses_one_value():
     mesh = spmd.Mesh(x=2)
-    for module in (spt.AllSumReduce("x"), spt.ReduceScatter("x"), spt.SumReduce(P("x"), P())):
+    for module in (spt.nn.AllSumReduce("x"), spt.nn.ReduceScatter("x"), spt.nn.SumReduce(P("x"), P())):
         with pytest.raises(StateError, match="does not vary over axis 'x'"):
             spt.map(module, P(), P(), mesh=mesh)(torch.ones(4))
