@@ -12,6 +12,7 @@ from spmd.lazy_imports import lazy_attributes
 if TYPE_CHECKING:
     from spmd.functions.activation import *  # noqa: F403
     from spmd.functions.adaptive_pooling import *  # noqa: F403
+    from spmd.functions.attention_weights import *  # noqa: F403
     from spmd.functions.attentions import *  # noqa: F403
     from spmd.functions.convolution import *  # noqa: F403
     from spmd.functions.cross_entropies import *  # noqa: F403
@@ -53,6 +54,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "adaptive_pooling": ("adaptive_max_pool",),
     "attentions": ("attention",),
+    "attention_weights": ("attention_with_weights",),
     "convolution": ("conv", "conv_transpose"),
     "dropouts": ("alpha_dropout", "dropout"),
     "cross_entropies": ("cross_entropy", "nll_loss", "softmax_cross_entropy"),

@@ -352,14 +352,24 @@ class AttentionPlan:
             for name, boxes in self._needs.items()
         }
 
-    def __call__(self, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
-        me = here(self.where).group(self.axes).index if self.axes else 0
+    def brought(self, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """What this worker needs of the operands."""
         q, k, v = (self._brought(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         mask, bias = self._brought("mask", mask), self._brought("bias", bias)
         mask, bias = (None if a is None else with_dimensions(a, q.ndim) for a in (mask, bias))
+        return q, k, v, mask, bias
+
+    @cached_property
+    def lies(self) -> Layout:
+        """How the result lies where it is computed."""
+        return _with_features(self.queries, self.v.shape[FEATURES])
+
+    def __call__(self, q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
+        me = here(self.where).group(self.axes).index if self.axes else 0
+        q, k, v, mask, bias = self.brought(q, k, v, mask, bias)
         y = local(q, "attentions").ruled(_ring(self, me), q, k, v, bias, mask)
-        lies = _even(self.queries) if self._in_pairs else self.queries
-        return relaid(y, _with_features(lies, self.v.shape[FEATURES]), self.out)
+        lies = _with_features(_even(self.queries), self.v.shape[FEATURES]) if self._in_pairs else self.lies
+        return relaid(y, lies, self.out)
 
 
 @lru_cache(maxsize=1024)

@@ -94,6 +94,19 @@ def attention(
 
 def _attention(arrays: tuple, causal: bool, scale: Any, method: Any, axis_name: Any, specs: tuple, out: Any) -> Any:
     """`attention`: local without specs and global arrays, else by a plan."""
+    operands, options = checked_operands(arrays, causal, scale, method, axis_name, specs)
+
+    def plan(*layouts: Any) -> Any:
+        check_lengths([None if layout is None else layout.shape for layout in layouts])
+        return attention_plan(_WHERE, *layouts, options, out)
+
+    return run_layer(_WHERE, plan, operands) if out is not None or is_split(*operands) else _local(arrays, options)
+
+
+def checked_operands(
+    arrays: tuple, causal: bool, scale: Any, method: Any, axis_name: Any, specs: tuple
+) -> tuple[list[Operand], Options]:
+    """The operands and options of an attention, checked but for the lengths of split arrays."""
     for name, array in zip(_NAMES, arrays, strict=True):
         _check(name, array, arrays[0])
     scale = None if scale is None else as_number(_WHERE, "scale", scale, 0, math.inf)
@@ -104,19 +117,13 @@ def _attention(arrays: tuple, causal: bool, scale: Any, method: Any, axis_name: 
     kv_spec = spec if specs[1] is None else specs[1]
     v_spec = kv_spec if specs[2] is None else specs[2]
     operands = [Operand(*each) for each in zip(_ARGUMENTS, arrays, (spec, kv_spec, v_spec, *specs[3:]), strict=True)]
-    options = Options(bool(causal), scale, method)
-
-    def plan(*layouts: Any) -> Any:
-        _check_lengths([None if layout is None else layout.shape for layout in layouts])
-        return attention_plan(_WHERE, *layouts, options, out)
-
-    return run_layer(_WHERE, plan, operands) if out is not None or is_split(*operands) else _local(arrays, options)
+    return operands, Options(bool(causal), scale, method)
 
 
 def _local(arrays: tuple, options: Options) -> Any:
     """Of whole arrays."""
     q, k, v, mask, bias = arrays
-    _check_lengths([None if a is None else tuple(a.shape) for a in arrays])
+    check_lengths([None if a is None else tuple(a.shape) for a in arrays])
     mask, bias = (None if a is None else with_dimensions(a, q.ndim) for a in (mask, bias))
     heads, (rows, columns) = q.shape[-3], (q.shape[-2], k.shape[-2])
     runs = runs_of_heads((0, heads), heads // k.shape[-3] if heads else 1)
@@ -145,7 +152,7 @@ def _is_floating(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or (dtype.kind == "V" and dtype.name[0] in "bf")
 
 
-def _check_lengths(shapes: list[Any]) -> None:
+def check_lengths(shapes: list[Any]) -> None:
     """Raise unless these shapes of the whole arrays fit."""
     q, k, v, mask, bias = shapes
     if k[:-3] != q[:-3] or k[-1] != q[-1] or (q[-3] % k[-3] if k[-3] else q[-3]):

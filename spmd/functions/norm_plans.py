@@ -19,7 +19,8 @@ from spmd.kernels.cpu.chunks import accurate
 from spmd.layout import Layout, offsets
 from spmd.mesh import here
 from spmd.operators.gather import all_gather
-from spmd.operators.reduce import in_dtype
+from spmd.operators.reduce import in_dtype, psum
+from spmd.operators.repartition import accumulate
 
 __all__ = ["Norm", "NormPlan", "gathered_moments", "merged", "params_of"]
 
@@ -101,8 +102,8 @@ class NormPlan:
     @cached_property
     def out(self) -> Any:
         assert self.x is not None
-        lies = params_of(self.x, self.norm.params)
-        return (self.x, (lies, lies)) if self.returns_running else self.x
+        lies = tuple(self._layouts(k)[0] for k in (2, 3))
+        return (self.x, lies) if self.returns_running else self.x
 
     def __call__(self, x: Any, weight: Any, bias: Any, *running: Any) -> Any:
         norm, lib, xp = self.norm, local(x, "normalisation"), namespace(x)
@@ -114,7 +115,7 @@ class NormPlan:
             count, mean, square = self._statistics(x)
             variance = square / _at_least(xp, count, 1)
             if self.returns_running:
-                new = self.updated(running, count, mean, square)
+                new = self._updated(running, count, mean, square)
             axes = self._axes(x.ndim)
             if axes:  # together, so that one sum adds their cotangents
                 both = varied(xp.stack([mean, variance]), axes)
@@ -141,8 +142,7 @@ class NormPlan:
             return None
         dims = self.norm.params
         if self.x is not None:
-            own = params_of(self.x, dims)
-            given = self.given[k] or own
+            given, own = self._layouts(k)
             p = relaid(p, given, own if self.x.spec is not None else params_of(self.x, dims, copies=True))
         return varied(p, [n for d, each in enumerate(self.names) if d not in dims for n in each])
 
@@ -155,15 +155,32 @@ class NormPlan:
             shape[d] = n
         return namespace(p).reshape(p, tuple(shape))
 
+    def _layouts(self, k: int) -> tuple[Layout, Layout]:
+        """How a parameter lies, and how it would lie as x does."""
+        assert self.x is not None
+        own = params_of(self.x, self.norm.params)
+        return self.given[k] or own, own
+
+    def _updated(self, running: Sequence[Any], count: Any, mean: Any, square: Any) -> tuple[Any, ...]:
+        """The running mean and variance after this batch, however they lie."""
+        if self.x is None:
+            return self.updated(running, count, mean, square)
+        layouts = [self._layouts(k) for k in (2, 3)]
+        old = [relaid(p, *each) for p, each in zip(running, layouts, strict=True)]
+        new = self.updated(old, count, mean, square)
+        return tuple(relaid(p, own, given) for p, (given, own) in zip(new, layouts, strict=True))
+
     def updated(self, running: Sequence[Any], count: Any, mean: Any, square: Any) -> tuple[Any, ...]:
         """The running mean and variance after this batch; an empty one changes nothing."""
         xp, momentum = namespace(mean), self.norm.momentum
+        detached = local(mean, "normalisation").detached
+        batch = mean, square / _at_least(xp, count - 1, 1)
+        if self.norm.kept == (0, 2):
+            batch = self._over_batch(*batch)
         if self.x is not None and self.x.spec is None:
             holder = params_of(self.x, self.norm.params).positions(here(self.norm.where).index) is not None
             if not holder:
                 return tuple(running)
-        detached = local(mean, "normalisation").detached
-        batch = mean, square / _at_least(xp, count - 1, 1)
         updated = []
         for old, new in zip(running, batch, strict=True):
             new = in_dtype(xp.reshape(detached(new), tuple(old.shape)), dtype_of(old))
@@ -171,6 +188,33 @@ class NormPlan:
             some = count > 0
             updated.append((mixed if some else old) if isinstance(some, bool) else xp.where(some, mixed, old))
         return tuple(updated)
+
+    def _over_batch(self, mean: Any, variance: Any) -> tuple[Any, Any]:
+        """The means over the whole batch of statistics of each item and channel: (channels,)."""
+        xp, (batch, channels) = namespace(mean), mean.shape[:2]
+        table = xp.stack([xp.reshape(a, (batch, channels)) for a in (mean, variance)], axis=-1)
+        own, total = xp.sum(table, axis=0), xp.sum(xp.ones_like(table), axis=0)
+        if self.x is not None and self.x.spec is None:
+            own, total = self._added(own), self.x.shape[0]
+        elif self.names and self.names[0]:
+            both = psum(xp.stack([own, total]), self.names[0])
+            own, total = both[0], both[1]
+        mean = own / _at_least(xp, total, 1)
+        return mean[..., :1], mean[..., 1:]
+
+    def _added(self, own: Any) -> Any:
+        """Sums over the blocks of the batch of what the workers of a grid have for their channels."""
+        x = self.x
+        assert x is not None
+        blocks = {place[:2]: workers[0] for place, workers in x.holders.items() if not any(place[2:])}
+        batch, channels = len(x.cuts[0]), len(x.cuts[1])
+        workers = [blocks[b, c] for c in range(channels) for b in range(batch)]
+        shape, cuts = (x.shape[1], 2), [x.cuts[1], (2,)]
+        source = Layout.grid(shape, (channels, 1, batch), x.axes, workers, cuts, copies="varying")
+        target = Layout.grid(shape, (channels, 1), x.axes, params_of(x, self.norm.params).workers, cuts)
+        if here(self.norm.where).index not in workers:
+            own = own[:0, :0]
+        return accumulate(own, source, target)
 
     def _axes(self, ndim: int) -> tuple[str, ...]:
         """The axes that split the dimensions that are reduced, along which statistics are gathered."""

@@ -41,12 +41,13 @@ def _check_parameter(where: str, argument: str, p: Any, need: Sequence[int]) -> 
 _ARGUMENTS = "weight", "bias", "running", "running"
 
 
-def _split(norm: Norm, x: Any, parameters: Sequence[Any], spec: Spec | None, shape: Any) -> Any:
+def _split(norm: Norm, x: Any, parameters: Sequence[Any], spec: Spec | None, w_spec: Spec | None, shape: Any) -> Any:
     """A norm of which something is split. parameters: weight, bias, and the running mean and variance."""
     where, worker, returns_running = norm.where, WORKER.get(), parameters[2] is not None
     if worker is not None and isinstance(spec, P | Layout) and shape is None:
         by = spec.spec if isinstance(spec, Layout) else spec
-        if by is not None and not (norm.groups and names_of(by, x.ndim)[1]):  # no lengths matter
+        lengths_matter = by is None or (norm.groups and names_of(by, x.ndim)[1]) or not _lie_as(w_spec, by, norm, x)
+        if by is not None and not lengths_matter:
             check_spec(where, "spec", x, by, worker)
             if isinstance(spec, Layout):
                 layout_of_operand(where, "spec", x, spec)
@@ -57,8 +58,16 @@ def _split(norm: Norm, x: Any, parameters: Sequence[Any], spec: Spec | None, sha
             return plan(x, *parameters)
     operands = [Operand("spec", x, spec, shape)]
     for argument, p in zip(_ARGUMENTS, parameters, strict=True):
-        operands.append(Operand(argument, p, derive=partial(_derived, norm, argument, p)))
+        derive = None if w_spec is not None else partial(_derived, norm, argument, p)
+        operands.append(Operand(argument, p, w_spec, derive=derive))
     return run_layer(where, lambda x, *given: _plan(norm, returns_running, x, given), operands)
+
+
+def _lie_as(w_spec: Spec | None, by: P, norm: Norm, x: Any) -> bool:
+    """Whether parameters lie as the dimensions of x do that they have."""
+    own = w_spec.spec if isinstance(w_spec, Layout) else w_spec
+    names = names_of(by, x.ndim)
+    return w_spec is None or (isinstance(own, P) and names_of(own, len(norm.params)) == [names[d] for d in norm.params])
 
 
 def _derived(norm: Norm, argument: str, p: Any, before: Sequence[Layout | None]) -> Layout:
@@ -92,7 +101,7 @@ def _plan(norm: Norm, returns_running: bool, x: Layout, given: tuple[Layout | No
 
 
 def _rows(
-    where: str, x, weight, bias, eps, ndim: int, spec: Spec | None, shape: Sequence[int] | None, centred: bool
+    where: str, x, weight, bias, eps, ndim: int, spec: Spec | None, w_spec: Spec | None, shape: Any, centred: bool
 ) -> Any:
     x = floating_operand(where, "x", x)
     if not isinstance(ndim, int) or not 0 < ndim <= x.ndim:
@@ -100,9 +109,9 @@ def _rows(
         raise SpecError.at(where, argument="ndim", got=f"{ndim} for {describe(x)}", need=need, mend="ndim=1")
     weight, bias = _parameters(where, weight, bias)
     eps, first = as_number(where, "eps", eps, 0, inf), x.ndim - ndim
-    if spec is not None or is_split(*(Operand("", a) for a in (x, weight, bias))):
+    if not (spec is None and w_spec is None) or is_split(*(Operand("", a) for a in (x, weight, bias))):
         norm = Norm(where, (0, first), tuple(range(first, x.ndim)), eps, centred)
-        return _split(norm, x, (weight, bias, None, None), spec, shape)
+        return _split(norm, x, (weight, bias, None, None), spec, w_spec, shape)
     for name, p in (("weight", weight), ("bias", bias)):
         _check_parameter(where, name, p, x.shape[first:])
     return local(x, "normalisation").layer_norm(x, weight, bias, eps, ndim, centred)
@@ -123,16 +132,17 @@ def layer_norm(
     *,
     ndim: int = 1,
     spec: Spec | None = None,
+    w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ):
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each row.
 
     A row is the last axis of x, or the last `ndim` axes; weight and bias have its shape, or are None. Arrays of NumPy,
     CuPy or PyTorch.
-    spec: in a body, how the whole x is split, of which x is this worker's block; weight and bias are the blocks of the
-    whole ones in the last dimensions. By a `Layout.grid` they lie on the first worker that holds each block of rows'
-    entries. None: the whole. Outside of bodies global arrays have their layouts. shape: of the whole x in balanced
-    blocks, to have them checked.
+    spec: in a body, how the whole x is split, of which x is this worker's block; a spec, a `Layout` or a `Grid`. None:
+    the whole. w_spec: how weight and bias lie. None: as the last dimensions of x; by a grid on the first worker that
+    holds each block of rows' entries. Outside of bodies global arrays have their layouts. shape: of the whole x in
+    balanced blocks, to have them checked.
 
     Where rows are split: one all-gather of two numbers per row and a count forward, one sum of these backward; on some
     of the workers an exchange between those that share rows. Otherwise nothing.
@@ -142,16 +152,23 @@ def layer_norm(
     shapes that do not fit. Ba, Kiros, Hinton, "Layer normalization", 2016; Chan, Golub, LeVeque, "Updating formulae
     and a pairwise algorithm", 1979.
     """
-    return _rows("spmd.functions.layer_norm", x, weight, bias, eps, ndim, spec, shape, True)
+    return _rows("spmd.functions.layer_norm", x, weight, bias, eps, ndim, spec, w_spec, shape, True)
 
 
 @api_boundary
 @layer
 def rms_norm(
-    x, weight=None, eps: float = 1e-6, *, ndim: int = 1, spec: Spec | None = None, shape: Sequence[int] | None = None
+    x,
+    weight=None,
+    eps: float = 1e-6,
+    *,
+    ndim: int = 1,
+    spec: Spec | None = None,
+    w_spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
 ):
     """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Zhang, Sennrich, 2019."""
-    return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, spec, shape, False)
+    return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, spec, w_spec, shape, False)
 
 
 # Channels
@@ -213,13 +230,14 @@ def batch_norm(
     eps: float = 1e-5,
     axis: int = 1,
     spec: Spec | None = None,
+    w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ):
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each channel over all else.
 
     axis: that of the channels; weight and bias have its length, or are None. Arrays of NumPy, CuPy or PyTorch.
-    spec, shape: how the whole x is split, as for `layer_norm`; weight, bias and running lie as the channels do. The
-    statistics are those of all workers together, with the sizes of their blocks as weights.
+    spec, shape: how the whole x is split, as for `layer_norm`. w_spec: how weight, bias and running lie; None: as the
+    channels do. The statistics are those of all workers together, with the sizes of their blocks as weights.
     running: (mean, variance) of earlier batches, or None. If given, the result is (y, new running): the old one times
     1 - momentum, plus the batch's mean and unbiased variance times momentum, as in torch; it has no gradient. The old
     arrays stay as they are. With training=False they replace the batch's statistics and are returned unchanged.
@@ -232,17 +250,10 @@ def batch_norm(
     axis = normalized_axis(where, x, axis)
     weight, bias = _parameters(where, weight, bias)
     eps, momentum = as_number(where, "eps", eps, 0, inf), as_number(where, "momentum", momentum, 0, 1)
-    if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
-        need = "a pair (mean, variance), or None"
-        raise SpecError.at(where, argument="running", got=describe(running), need=need, mend="running=None")
-    if not training and running is None:
-        need = "running=(mean, variance)"
-        raise SpecError.at(where, argument="running", got="None with training=False", need=need, mend=need)
-    old = [None, None] if running is None else [floating_operand(where, "running", r) for r in running]
-    parameters = (weight, bias, *old)
+    parameters = (weight, bias, *_running(where, running, training))
     norm = Norm(where, (axis, axis + 1), (axis,), eps, momentum=momentum, training=bool(training))
-    if spec is not None or is_split(*(Operand("", a) for a in (x, *parameters))):
-        result = _split(norm, x, parameters, spec, shape)
+    if not (spec is None and w_spec is None) or is_split(*(Operand("", a) for a in (x, *parameters))):
+        result = _split(norm, x, parameters, spec, w_spec, shape)
         return (result[0], running) if not training else result
     for argument, p in zip(_ARGUMENTS, parameters, strict=True):
         _check_parameter(where, argument, p, x.shape[axis : axis + 1])
@@ -252,7 +263,19 @@ def batch_norm(
     if running is None:
         return y
     count = prod(x.shape) // max(1, x.shape[axis])
-    return y, NormPlan(norm, ()).updated(old, count, mean, square)
+    return y, NormPlan(norm, ()).updated(parameters[2:], count, mean, square)
+
+
+def _running(where: str, running: Any, training: bool) -> Pair:
+    """The running mean and variance, or None twice."""
+    if running is not None and (not isinstance(running, tuple | list) or len(running) != 2):
+        need = "a pair (mean, variance), or None"
+        raise SpecError.at(where, argument="running", got=describe(running), need=need, mend="running=None")
+    if not training and running is None:
+        need = "running=(mean, variance)"
+        raise SpecError.at(where, argument="running", got="None with training=False", need=need, mend=need)
+    mean, variance = running or (None, None)
+    return (None, None) if mean is None else tuple(floating_operand(where, "running", r) for r in (mean, variance))
 
 
 @api_boundary
@@ -265,12 +288,13 @@ def group_norm(
     eps: float = 1e-5,
     *,
     spec: Spec | None = None,
+    w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ):
     """Layer norm over groups of channels and all places, for each item of a batch.
 
     x: (batch, channels, ...); groups: a divisor of the channels; weight and bias: (channels,), or None. Arrays of
-    NumPy, CuPy or PyTorch. spec: how the whole x is split, as for `layer_norm`; weight and bias lie as the channels do.
+    NumPy, CuPy or PyTorch. spec, w_spec: as for `layer_norm`; w_spec=None: weight and bias lie as the channels do.
     shape: of the whole x, if spec splits it evenly; without it the workers exchange the lengths of their blocks where
     the channels are split.
     Cost: as `layer_norm`. Where groups lie across workers these exchange the statistics of their channels.
@@ -284,29 +308,54 @@ def group_norm(
     if not isinstance(groups, int | np.integer) or isinstance(groups, bool) or groups < 1:
         need, mend = "a number of groups that divides the channels", "groups=1"
         raise SpecError.at(where, argument="groups", got=describe(groups), need=need, mend=mend)
-    return _by_channels(where, x, int(groups), weight, bias, eps, spec, shape)
+    return _by_channels(where, x, int(groups), (weight, bias, None, None), eps, spec, w_spec, shape)
 
 
-def _by_channels(where: str, x: Any, groups: int, weight, bias, eps, spec: Spec | None, shape: Any) -> Any:
-    """A group norm; of each channel by itself for groups=0."""
-    weight, bias = _parameters(where, weight, bias)
-    norm = Norm(where, (0, 2), (1,), as_number(where, "eps", eps, 0, inf), groups=groups)
-    if spec is not None or is_split(*(Operand("", a) for a in (x, weight, bias))):
-        return _split(norm, x, (weight, bias, None, None), spec, shape)
-    for name, p in (("weight", weight), ("bias", bias)):
+def _by_channels(
+    where: str, x: Any, groups: int, parameters: Sequence[Any], eps, spec: Any, w_spec: Any, shape: Any, momentum=0.0
+) -> Any:
+    """A group norm; of each channel by itself for groups=0. parameters: weight, bias, running mean and variance."""
+    parameters = (*_parameters(where, *parameters[:2]), *parameters[2:])
+    momentum = as_number(where, "momentum", momentum, 0, 1)
+    norm = Norm(where, (0, 2), (1,), as_number(where, "eps", eps, 0, inf), groups=groups, momentum=momentum)
+    if not (spec is None and w_spec is None) or is_split(*(Operand("", a) for a in (x, *parameters))):
+        return _split(norm, x, parameters, spec, w_spec, shape)
+    for name, p in zip(_ARGUMENTS, parameters, strict=True):
         _check_parameter(where, name, p, x.shape[1:2])
     _channels_of_a_group(norm, x.shape)
+    if parameters[2] is not None:
+        return NormPlan(norm, ((),) * x.ndim, returns_running=True)(x, *parameters)
+    weight, bias, *_ = parameters
     return local(x, "normalisation").group_norm(x, groups or max(1, x.shape[1]), weight, bias, norm.eps)
 
 
 @api_boundary
 def instance_norm(
-    x, weight=None, bias=None, eps: float = 1e-5, *, spec: Spec | None = None, shape: Sequence[int] | None = None
-):
-    """`group_norm` with as many groups as channels."""
+    x,
+    weight=None,
+    bias=None,
+    eps: float = 1e-5,
+    *,
+    running: tuple[Any, Any] | None = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    spec: Spec | None = None,
+    w_spec: Spec | None = None,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """`group_norm` with as many groups as channels.
+
+    running: (mean, variance) of earlier batches, or None. If given, the result is (y, new running), as of `batch_norm`:
+    by the means over the batch of the means and of the unbiased variances, as in torch. With training=False they
+    replace the statistics of x. Cost of the update: where the batch is split, one sum of two numbers per channel.
+    """
     where = "spmd.functions.instance_norm"
     x = floating_operand(where, "x", x)
     if x.ndim < 2:
         need = "(batch, channels, ...)"
         raise SpecError.at(where, argument="x", got=describe(x), need=need, mend="add the dimensions")
-    return _by_channels(where, x, 0, weight, bias, eps, spec, shape)
+    old = _running(where, running, training)
+    if not training:
+        options = {"training": False, "eps": eps, "spec": spec, "w_spec": w_spec, "shape": shape}
+        return batch_norm(x, weight, bias, running, **options)
+    return _by_channels(where, x, 0, (weight, bias, *old), eps, spec, w_spec, shape, momentum)

@@ -9,6 +9,7 @@ from typing import Any
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
+from spmd.functions.dropouts import check_rate, dropped
 from spmd.functions.layouts import check_dtypes
 from spmd.functions.local import local, namespace
 from spmd.functions.planned import Operand, is_split, run_layer
@@ -47,6 +48,8 @@ def rnn(
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
     microbatches: int | None = None,
+    dropout: float = 0.0,
+    key: Any = None,
 ):
     """Layers of h_t = tanh(x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh), over the first dimension of x: `y, h = rnn(...)`.
 
@@ -67,6 +70,8 @@ def rnn(
     arrays have their layouts. shape: of the whole x, if spec splits it evenly.
     microbatches: where spec splits time, into how many parts the batch is cut, so that workers overlap; None: as many
     as workers along time.
+    dropout: the probability to drop an entry of the outputs of each layer but the last, as `dropout` does; key: of
+    `spmd.random`, for dropout above 0. The entries are the same on every mesh, packed or not.
 
     Cost: a split batch sends nothing; backward one sum per parameter. With w_spec each step of each layer sends one
     all-gather of h, (batch, hidden), backward one reduce-scatter; inputs of further layers, and y of two directions,
@@ -83,7 +88,7 @@ def rnn(
             where, argument="nonlinearity", got=repr(nonlinearity), need='"tanh" or "relu"', mend='nonlinearity="tanh"'
         )
     net = _network(where, nonlinearity, params)
-    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches)
+    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches, (dropout, key))
     return y, h
 
 
@@ -100,6 +105,8 @@ def lstm(
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
     microbatches: int | None = None,
+    dropout: float = 0.0,
+    key: Any = None,
 ):
     """Layers of long short-term memory: `y, (h, c) = lstm(x, (h0, c0), params)`, as torch.nn.LSTM.
 
@@ -129,6 +136,7 @@ def lstm(
         w_spec,
         shape,
         microbatches,
+        (dropout, key),
     )
     return y, (h, c)
 
@@ -146,6 +154,8 @@ def gru(
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
     microbatches: int | None = None,
+    dropout: float = 0.0,
+    key: Any = None,
 ):
     """Layers of gated recurrent units: `y, h = gru(x, h0, params)`, as torch.nn.GRU.
 
@@ -156,7 +166,7 @@ def gru(
     al., "Learning phrase representations using RNN encoder-decoder", 2014.
     """
     net = _network("spmd.functions.gru", "gru", params)
-    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches)
+    y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches, (dropout, key))
     return y, h
 
 
@@ -205,15 +215,17 @@ def _run(
     w_spec: Spec | None,
     shape: Sequence[int] | None,
     microbatches: int | None,
+    dropout: tuple[float, Any],
 ) -> Sequence[Any]:
     if batch_sizes is not None:
         rows = _packed_rows(net, x, batch_sizes, lengths, spec)
         padded, lengths = rows.padded(x), rows.lengths(x)
-        y, *ends = _run(net, padded, states, params, lengths, None, None, w_spec, None, microbatches)
+        y, *ends = _run(net, padded, states, params, lengths, None, None, w_spec, None, microbatches, dropout)
         return rows.packed(y), *ends
     _check(net, x, states, lengths, microbatches)
     check_dtypes(net.where, x, **dict(zip(("h0", "c0"), states, strict=False)))
     check_dtypes(net.where, x, **{f"params[{name!r}]": params[name] for name in net.names})
+    rate, key = _checked_dropout(net, *dropout)
     weights = dict(params)
     if w_spec is not None:
         weights = {name: _gates_apart(net, name, w) for name, w in params.items()}
@@ -225,17 +237,31 @@ def _run(
         Operand("h0", states[0], derive=partial(_state_layout, net, 0)),
         Operand("c0", states[1] if len(states) == 2 else None, derive=partial(_state_layout, net, 1)),
         Operand("lengths", lengths, derive=lambda before: lengths_layout(_batch(before))),
+        Operand("key", key),
     ]
     operands += [
         Operand(f"params[{n!r}]", w, derive=partial(_parameter_layout, n, w, split))
         for n, w in ((n, weights[n]) for n in net.names if n in weights)
     ]
     if is_split(*operands):
-        return run_layer(net.where, partial(plan, net, microbatches), operands)
-    return _run_local(net, x, states, lengths, params)
+        return run_layer(net.where, partial(plan, net, microbatches, rate), operands)
+    return _run_local(net, x, states, lengths, params, rate, key)
 
 
-def _run_local(net: Network, x: Any, states: Sequence[Any], lengths: Any, params: Mapping[str, Any]) -> Sequence[Any]:
+def _checked_dropout(net: Network, rate: Any, key: Any) -> tuple[float, Any]:
+    """The probability to drop an entry between layers, and the key; 0 and None without dropout."""
+    check_rate(net.where, "dropout", rate)
+    if not rate or net.layers == 1:
+        return 0.0, None
+    if key is None:
+        got, need = f"None, for dropout={rate}", "a key of spmd.random, another one for each call"
+        raise SpecError.at(net.where, argument="key", got=got, need=need, mend="key=spmd.random.key(0), dropout=0.0")
+    return float(rate), key
+
+
+def _run_local(
+    net: Network, x: Any, states: Sequence[Any], lengths: Any, params: Mapping[str, Any], rate: float, key: Any
+) -> Sequence[Any]:
     """The layers on this worker alone."""
     arrays = [params[name] for name in net.names]
     shapes = {name: tuple(a.shape) for name, a in zip(net.names, arrays, strict=True)}
@@ -247,7 +273,12 @@ def _run_local(net: Network, x: Any, states: Sequence[Any], lengths: Any, params
         zeros(x, (count, batch, n)) if part is None else part
         for part, n in zip(states, net.features(shapes["weight_hh_l0"]), strict=False)
     ]
-    outputs, ends = run_network(net, x, first, lengths, flat)
+    drops = None
+    if rate:
+        features = net.directions * net.features(shapes["weight_hh_l0"])[0]
+        ones = zeros(x, (net.layers - 1, *x.shape[:2], features)) + 1
+        drops = dropped(net.where, ones, rate, key, None)
+    outputs, ends = run_network(net, x, first, lengths, flat, drops=drops)
     return (namespace(x).concat(outputs, axis=2) if len(outputs) > 1 else outputs[0], *ends)
 
 

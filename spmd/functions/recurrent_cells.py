@@ -115,12 +115,18 @@ class Chain:
             return psum(token, self.names), token
         return (token,) * self.cell.states
 
-    def run(self, x: Any, states: Sequence[State], lengths: Any, tokens: State) -> tuple[Any, list[State]]:
-        """The output of the last layer, (time, batch, features), and the last states of each. x varies over names."""
+    def run(
+        self, x: Any, states: Sequence[State], lengths: Any, tokens: State, drops: Any = None
+    ) -> tuple[Any, list[State]]:
+        """The output of the last layer, (time, batch, features), and the last states of each. x varies over names.
+
+        drops: the factors of the inputs of all layers but the first, or None.
+        """
         ends = []
         mask = None if lengths is None else local(lengths, "recurrent").before(lengths, x.shape[0])[:, :, None]
         for layer, (weights, state) in enumerate(zip(self.weights, states, strict=True)):
             x = self.whole(x) if layer else x
+            x = x * drops[layer - 1] if layer and drops is not None else x
             x, end = self._layer(weights, x, tuple(map(_joined, state, tokens)), mask)
             ends.append(end)
         return x, ends

@@ -40,20 +40,25 @@ class Line:
         return len(self.sizes)
 
 
-def pipeline(chains: Sequence[Chain], x: Any, lengths: Any, line: Line | None) -> list[tuple[Any, list[State]]]:
+def pipeline(
+    chains: Sequence[Chain], x: Any, lengths: Any, line: Line | None, drops: Any = None
+) -> list[tuple[Any, list[State]]]:
     """The output of each chain on this worker's block of time, and its last states, the same on all workers of a line.
 
-    lengths: the steps of each sequence from the beginning of this block, or None.
+    lengths: the steps of each sequence from the beginning of this block, or None. drops: as for `Chain.run`.
     Worker k runs microbatch m at tick k + m, and sends its last states to the next worker. A chain in reverse begins at
     the last worker. All chains run at the same time. Messages of a chain: microbatches + size - 2 permutations, and a
     sum of the last states. Adjoint: the same in the opposite order.
     """
     if line is None:
-        return [chain.run(x, chain.states, lengths, chain.tokens(x)) for chain in chains]
+        return [chain.run(x, chain.states, lengths, chain.tokens(x), drops) for chain in chains]
     steps = x.shape[0]
     if chains[0].names:
         x, lengths = _even(x, lengths, chains[0].states[0][0], line)
-    runs = [_Run(chain, x, lengths, line) for chain in chains]
+    if drops is not None:
+        zeros, added = local(x, "recurrent").zeros, x.shape[0] - steps
+        drops = namespace(x).concat([drops, zeros(x, (drops.shape[0], added, *drops.shape[2:]))], axis=1)
+    runs = [_Run(chain, x, lengths, line, drops) for chain in chains]
     for tick in range(line.microbatches + line.size - 1):
         for run in runs:
             run.advance(tick)
@@ -75,8 +80,8 @@ def _even(x: Any, lengths: Any, h: Any, line: Line) -> tuple[Any, Any]:
 class _Run:
     """A chain on its way through a pipeline."""
 
-    def __init__(self, chain: Chain, x: Any, lengths: Any, line: Line):
-        self.chain, self.x, self.lengths, self.line = chain, x, lengths, line
+    def __init__(self, chain: Chain, x: Any, lengths: Any, line: Line, drops: Any):
+        self.chain, self.x, self.lengths, self.line, self.drops = chain, x, lengths, line, drops
         self.place = line.size - 1 - line.index if chain.reverse else line.index
         self.cuts = offsets(block_sizes(x.shape[1], line.microbatches))
         self.tokens = chain.tokens(x)[: len(self.wires)]
@@ -137,7 +142,8 @@ class _Run:
         lengths = None if self.lengths is None else self.lengths[rows]
         lengths = namespace(lengths).zeros_like(lengths) if idle else lengths
         tokens = self.tokens * (1 if len(self.wires) > 1 else self.chain.cell.states)
-        y, ends = self.chain.run(self.x[:, rows], states, lengths, tokens)
+        drops = None if self.drops is None else self.drops[:, :, rows]
+        y, ends = self.chain.run(self.x[:, rows], states, lengths, tokens, drops)
         concat = namespace(y).concat
         return y, [concat([ends[layer][part] for layer, part in wire], axis=-1) for wire in self.wires]
 

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from spmd.errors import LayoutError, SpecError
+from spmd.functions.dropouts import dropped
 from spmd.functions.layouts import spec_of_names
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import relaid, varied
@@ -82,10 +83,12 @@ def run_network(
     parameters: Sequence[Any],
     names: Names = (),
     line: Line | None = None,
+    drops: Any = None,
 ) -> tuple[list[Any], list[Any]]:
     """The outputs of the last layer in each direction, and the last h (and c) of all layers, (layers, batch, features).
 
-    names: the axes that split the hidden features. line: the workers that split time.
+    names: the axes that split the hidden features. line: the workers that split time. drops: the factors of the inputs
+    of all layers but the first, (layers - 1, time, batch, features), or None.
     """
     xp, each = namespace(x), net.weights(parameters)
     first = [tuple(part[k] for part in states) for k in range(len(each))]
@@ -97,11 +100,12 @@ def run_network(
     ends: list[State] = []
     chains: list[Chain] = []
     outputs: list[Any] = []
-    for group in groups if net.directions == 2 else [(slice(None),)]:
+    for k, group in enumerate(groups if net.directions == 2 else [(slice(None),)]):
         wide = [chain.whole(y) for chain, y in zip(chains, outputs, strict=True)]
         x = xp.concat(wide, axis=2) if wide else varied(x, names)
+        x = x * drops[k - 1] if wide and drops is not None else x
         chains = [Chain(net.rule, each[s], first[s], way == 1, names) for way, s in enumerate(group)]
-        results = pipeline(chains, x, lengths, line)
+        results = pipeline(chains, x, lengths, line, drops if net.directions == 1 else None)
         outputs = [y for y, _ in results]
         ends += [end for _, chain in results for end in chain]
     return outputs, [xp.stack([end[part] for end in ends]) for part in range(net.rule.states)]
@@ -201,24 +205,28 @@ def lengths_layout(x: Layout) -> Layout:
 def plan(
     net: Network,
     microbatches: int | None,
+    rate: float,
     hh: Layout,
     x: Layout,
     h: Layout | None,
     c: Layout | None,
     lengths: Layout | None,
+    _key: Layout | None,
     *parameters: Layout,
 ) -> Plan:
-    made = Plan(net, microbatches, hh, x, h, c, lengths, parameters)
+    made = Plan(net, microbatches, rate, hh, x, h, c, lengths, parameters)
     made.check()
     return made
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Recurrent layers of arrays in these layouts. parameters: all but weight_hh_l0, in the order of net.names."""
+    """Recurrent layers of arrays in these layouts. rate: of dropout between layers. parameters: all but weight_hh_l0,
+    in the order of net.names."""
 
     net: Network
     microbatches: int | None
+    rate: float
     hh: Layout
     x: Layout
     h: Layout | None
@@ -285,7 +293,7 @@ class Plan:
         """What belongs to the parameters, in the order of net.names, of which weight_hh_l0 is the second."""
         return (others[0], hh, *others[1:])
 
-    def __call__(self, hh: Any, x: Any, h: Any, c: Any, lengths: Any, *parameters: Any) -> Any:
+    def __call__(self, hh: Any, x: Any, h: Any, c: Any, lengths: Any, key: Any, *parameters: Any) -> Any:
         net, inner, (names, _) = self.net, self._inner, self._hidden
         x = relaid(x, self.x, inner)
         split = [n for dims in inner.spec.dims for n in dims]
@@ -295,7 +303,8 @@ class Plan:
         if lengths is not None:
             assert self.lengths is not None
             lengths = relaid(lengths, self.lengths, lengths_layout(inner))
-        outputs, ends = run_network(net, x, states, lengths, weights, names, self._line())
+        drops = self._drops(x, key) if self.rate else None
+        outputs, ends = run_network(net, x, states, lengths, weights, names, self._line(), drops)
         if net.directions == 2:
             target = Layout(self._output.shape, inner.spec, inner.axes, (*inner.cuts[:2], None))
             outputs = [namespace(x).concat([relaid(y, self._output, target) for y in outputs], axis=2)]
@@ -315,6 +324,14 @@ class Plan:
         names, cut = self._hidden
         block = relaid(block, layout, split_layout(name, layout.shape, names, cut, layout.axes))
         return gates_joined(self.net, name, block)
+
+    def _drops(self, x: Any, key: Any) -> Any:
+        """The factors of dropout between layers, by the indices of entries in the whole."""
+        net, inner = self.net, self._inner
+        shape = (net.layers - 1, *inner.shape[:2], net.directions * self._features[0])
+        layout = Layout(shape, spec_of_names([(), *inner.spec.dims]), inner.axes, [None, *inner.cuts[:2], None])
+        block = layout.block_shape(here(net.where).index)
+        return dropped(net.where, local(x, "recurrent").zeros(x, block) + 1, self.rate, key, layout)
 
     def _state(self, x: Any, block: Any, layout: Layout | None, target: Layout) -> Any:
         if block is None:

@@ -47,7 +47,9 @@ class Problem(NamedTuple):
         return (y, *ends) if self.kind == "lstm" else (y, ends)
 
 
-def random_problem(rng: np.random.Generator, kind: str | None = None, draw: Any = None) -> Problem:
+def random_problem(
+    rng: np.random.Generator, kind: str | None = None, draw: Any = None, dropout: bool = False
+) -> Problem:
     kind = kind or rng.choice([*GATES])
     draw = draw or (lambda shape: rng.normal(size=shape))
     time, batch, inputs, hidden = (int(rng.integers(low, 7)) for low in (0, 0, 1, 1))
@@ -65,6 +67,8 @@ def random_problem(rng: np.random.Generator, kind: str | None = None, draw: Any 
     count = layers * directions
     states = (draw((count, batch, features)), draw((count, batch, hidden)))[: 1 + (kind == "lstm")]
     options = {"nonlinearity": str(rng.choice(["tanh", "relu"]))} if kind == "rnn" else {}
+    if dropout and rng.random() < 0.4:
+        options |= {"dropout": 0.4, "key": spmd.random.key(int(rng.integers(100)))}
     lengths = rng.integers(0, time + 1, batch) if rng.random() < 0.5 else None
     return Problem(kind, options, params, draw((time, batch, inputs)), states, lengths)
 
@@ -107,7 +111,7 @@ def random_layouts(rng: np.random.Generator, problem: Problem, mesh: spmd.Mesh) 
     net = _network("a test", cell, params)
     others = [w_layouts[n] for n in net.names if n != "weight_hh_l0"]
     h, c = (*states, None)[:2]
-    results = plan(net, None, w_layouts["weight_hh_l0"], x, h, c, lengths, *others).out
+    results = plan(net, None, 0.0, w_layouts["weight_hh_l0"], x, h, c, lengths, None, *others).out
     return Layouts(spec, w_spec, params, (spec, states, w_layouts, lengths), results)
 
 
@@ -127,7 +131,7 @@ def all_close(found: Any, expected: Any) -> None:
 def check(seed: int, torch: bool) -> None:
     """In bodies, with states and without, on both schedulers; as tensors; and as global arrays."""
     rng = np.random.default_rng(seed)
-    problem, mesh = random_problem(rng), random_mesh(rng)
+    problem, mesh = random_problem(rng, dropout=True), random_mesh(rng)
     at = random_layouts(rng, problem, mesh)
     states = problem.states if rng.random() < 0.8 else ()
     microbatches = rng.choice([None, 1, 2, 3, 9])
@@ -288,9 +292,9 @@ def test_processes_give_the_bits_of_virtual_workers(python):
 def check_packed(seed: int, as_tensors: bool) -> None:
     """Packed data in place of padded: the same outputs, packed, states and gradients."""
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng)
+    problem = random_problem(rng, dropout=True)
     while not problem.x.size:
-        problem = random_problem(rng)
+        problem = random_problem(rng, dropout=True)
     time, batch, _ = problem.x.shape
     lengths = np.sort(rng.integers(1, time + 1, batch))[::-1]
     present = np.arange(time)[:, None] < lengths

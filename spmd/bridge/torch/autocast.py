@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["run_under_autocast"]
 
-_NARROW = {"attention", "conv", "conv_transpose", "gru", "linear", "lstm", "rnn"}
+_NARROW = {"attention", "attention_with_weights", "conv", "conv_transpose", "gru", "linear", "lstm", "rnn"}
 """Layers that torch computes in the dtype of autocast."""
 _WIDE = {
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss"),

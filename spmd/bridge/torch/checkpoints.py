@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from spmd.box_layout import BoxLayout
 from spmd.bridge.torch.functorch import is_wrapped
 from spmd.bridge.torch.partitioned.placement import check_worker
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
@@ -130,7 +131,7 @@ def _check_state(x: Any, where: str, argument: str) -> None:
         return
     layout = x.block_layout
     check_worker(x._placement, WORKER.get())
-    if tuple(x.shape) != layout.shape:
+    if not _piece_layouts(x):
         raise CheckpointError.at(
             where,
             argument=argument,
@@ -154,10 +155,15 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
     _check_state(x, where, argument)
     local, worker = local_data(x), WORKER.get()
     if isinstance(x, PartitionedTensor) and worker is not None:
-        layout = x.block_layout
-        own = layout.boxes[x.block_index]
+        layouts, layout = _piece_layouts(x), x.block_layout
+        own = [each.boxes[x.block_index] for each in layouts]
         holders = _holders(layout, worker.mesh, members)
-        return Source(layout.shape, dtype, layout_text(layout), holders, partial(_part, local, own), True, "torch")
+        if len(layouts) > 1:
+            count, rows = layout.shape[:2]
+            holders = {_piece_box(box, rows, k): held for box, held in holders.items() for k in range(count)}
+        pieces = local if len(layouts) > 1 else [local]
+        block = partial(_part_of_pieces, pieces, own)
+        return Source(tuple(x.shape), dtype, layout_text(layout), holders, block, True, "torch")
     shape = tuple(x.shape)
     return replica(shape, dtype, partial(_part, local, whole_box(shape)), members, "torch")
 
@@ -165,6 +171,42 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
 def _part(local: torch.Tensor, around: Box, box: Box) -> np.ndarray:
     with no_overrides():
         return _array(local[slices_within(box, around)])
+
+
+def _part_of_pieces(pieces: Any, around: list[Box], box: Box) -> np.ndarray:
+    """The part of a block, of pieces whose boxes are `around`, that lies in one of them."""
+    k = next(k for k, each in enumerate(around) if each[0][0] <= box[0][0] and box[0][1] <= each[0][1])
+    return _part(pieces[k], around[k], box)
+
+
+def _piece_layouts(x: PartitionedTensor) -> list[Layout]:
+    """How the entries of a tensor lie in the shape that it has: its layout. Of packed weights, whose rows are several
+    arrays that are split each, one layout for each of these. Of other views nothing."""
+    layout, shape = x.block_layout, tuple(x.shape)
+    if shape == layout.shape:
+        return [layout]
+    count, rows, *rest = (*layout.shape, 0)[: len(shape) + 1]
+    if shape != (count * rows, *rest) or len(layout.cuts[0]) > 1:
+        return []
+    return [_piece_layout(layout, shape, k) for k in range(count)]
+
+
+@lru_cache(maxsize=1024)
+def _piece_layout(layout: Layout, shape: tuple[int, ...], piece: int) -> Layout:
+    boxes = [_piece_box(box, layout.shape[1], piece) for box in layout.boxes]
+    return BoxLayout(shape, boxes, layout.axes)
+
+
+def _piece_box(box: Box, rows: int, piece: int) -> Box:
+    """The box of one piece, of so many rows, in the array that has all pieces one after another."""
+    _, (start, stop), *rest = box
+    return ((piece * rows + start, piece * rows + stop), *rest)
+
+
+def _block_like(x: PartitionedTensor, read: Callable[[Layout], np.ndarray]) -> torch.Tensor:
+    """A block like that of x, of what read(layout) gives of a layout for this worker."""
+    blocks = [read(layout) for layout in _piece_layouts(x)]
+    return _tensor_like(blocks[0] if len(blocks) == 1 else np.stack(blocks), x._block)
 
 
 def _holders(layout: Layout, mesh: Mesh, members: Members) -> dict[Box, tuple[int, ...]]:
@@ -183,7 +225,7 @@ def _loaded_like(like: Any, name: str, read: Callable[..., np.ndarray]) -> torch
     _check_state(like, "spmd.load", argument)
     if isinstance(like, PartitionedTensor):
         placement = like._placement
-        block = _tensor_like(read(dtype, placement.layout, placement.index), like._block)
+        block = _block_like(like, lambda layout: read(dtype, layout, placement.index))
         return new_leaf(type(like), block, placement, INVARIANT, like.requires_grad, like)
     x = _tensor_like(read(dtype, None, 0), plain(like))
     if isinstance(like, nn.Parameter):
@@ -343,9 +385,9 @@ def _values(part: SavedPart, tree: Any, p: Any) -> Any:
         shape = x.entry.shape
         if isinstance(p, PartitionedTensor) and shape:
             y: Any = p.detach().new_empty(shape)
-            if isinstance(y, PartitionedTensor) and y.block_layout.shape == shape:
-                block = _tensor_like(part.block(x.entry, y.block_layout, y.block_index), y._block)
-                return new_leaf(PartitionedTensor, block, y._placement, INVARIANT, False)
+            if isinstance(y, PartitionedTensor) and _piece_layouts(y):
+                block = _block_like(y, lambda layout: part.block(x.entry, layout, y.block_index))
+                return new_leaf(PartitionedTensor, block, y._placement, INVARIANT, False, y)
         whole = part.block(x.entry)
         return _tensor_like(whole, plain(p)) if p is not None and shape == tuple(p.shape) else _tensor(whole)
 

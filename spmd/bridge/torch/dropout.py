@@ -15,7 +15,7 @@ from spmd.functions.dropouts import check_rate, dropped
 from spmd.layout import Spec
 from spmd.mesh import WORKER
 
-__all__ = ["alpha_dropout", "dropout"]
+__all__ = ["alpha_dropout", "drawn_key", "dropout"]
 
 _WHERE = "spt.dropout"
 
@@ -79,3 +79,8 @@ def _key_for(key: Any) -> Any:
         return key
     generator = worker_generator() or torch.default_generator
     return np.array([random_word(generator, 32), random_word(generator, 32)], np.uint32)
+
+
+def drawn_key() -> np.ndarray:
+    """A key, drawn from the generator of this worker."""
+    return _key_for(None)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from spmd.functions import (
         adaptive_max_pool,
         attention,
+        attention_with_weights,
         avg_pool,
         batch_norm,
         binary_cross_entropy,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "adaptive_max_pool",
     "attention",
+    "attention_with_weights",
     "avg_pool",
     "batch_norm",
     "binary_cross_entropy",

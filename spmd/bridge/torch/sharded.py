@@ -7,7 +7,7 @@ mesh. Replicated parameters are `nn.Parameter`s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 
 import spmd
 from spmd.bridge.torch.function import apply
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
@@ -67,6 +68,7 @@ class ShardedModule(nn.Module):
         device: Any = None,
         generator: torch.Generator | int | None = None,
         requires_grad: bool = True,
+        unpacked: Sequence[int] | None = None,
     ) -> None:
         """Add a `spt.Parameter`, of which this worker holds a block; an `nn.Parameter` if no axis splits it.
 
@@ -75,6 +77,7 @@ class ShardedModule(nn.Module):
         One worker of a process at a time holds the whole, on the host. Nothing is communicated.
         spec: a Layout of the whole; or a spec or a `Grid`, for balanced blocks. Who holds nothing has a block of shape
         (0, 0, ...). device, dtype: of the block, by default torch's. On the device "meta" nothing is filled.
+        unpacked: the shape in which spec splits the whole, as for `spt.Parameter`.
         Raises LayoutError where layout and shape do not fit.
         """
         if isinstance(value, torch.Tensor):
@@ -90,22 +93,23 @@ class ShardedModule(nn.Module):
                 need="the shape of the whole",
                 mend="shape=(out_features, in_features)",
             )
-        layout = layout_of(where, tuple(shape), spec, here(where))
+        shape = tuple(shape)
+        layout = layout_of(where, shape if unpacked is None else tuple(unpacked), spec, here(where))
         dtype = dtype or torch.get_default_dtype()
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type == "meta":
-            whole = torch.empty(layout.shape, dtype=dtype, device=device)
+            whole = torch.empty(shape, dtype=dtype, device=device)
         elif isinstance(value, torch.Tensor):
             whole = value.detach()
         else:
             with drawing(generator), torch.no_grad():
-                whole = torch.empty(layout.shape, dtype=dtype, device="cpu")
+                whole = torch.empty(shape, dtype=dtype, device="cpu")
                 value(whole)
-        block = Parameter(whole, layout).detach()
+        block = Parameter(whole, layout, unpacked=unpacked).detach()
         if layout.varying:
             self._split, data = self._split | {name}, block.to(device, dtype)
         else:
-            self._split, data = self._split - {name}, plain(block.block().to(device, dtype))
+            self._split, data = self._split - {name}, plain(block.packed_block().to(device, dtype)).view(shape)
         self.register_parameter(name, nn.Parameter(data, requires_grad))
 
     def shard_layout(self, name: str) -> Layout:
@@ -114,12 +118,13 @@ class ShardedModule(nn.Module):
         return value.block_layout if is_partitioned(value) else _whole(tuple(value.shape))
 
     def shard(self, name: str) -> torch.Tensor:
-        """The block of a parameter for forward: its `block()`."""
+        """The block of a parameter for forward: its `block()`, or `packed_block()`."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
             return value.block() if name in self._split else value
         if is_partitioned(value):
-            return value.block()
+            is_packed = tuple(value.shape) != unwrapped(value).block_layout.shape
+            return value.packed_block() if is_packed else value.block()
         if name not in self._split:
             return value
         raise LayoutError.at(

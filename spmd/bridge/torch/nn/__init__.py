@@ -7,6 +7,9 @@ net = torch.nn.Sequential(
 Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
 """
 
+from spmd.bridge.torch.nn.attention import (
+    MultiheadAttention,
+)
 from spmd.bridge.torch.nn.convolution import (
     Conv1d,
     Conv2d,
@@ -25,6 +28,15 @@ from spmd.bridge.torch.nn.dropouts import (
 )
 from spmd.bridge.torch.nn.embeddings import (
     Embedding,
+)
+from spmd.bridge.torch.nn.fourier import (
+    FFT,
+    IFFT,
+    IRFFT,
+    RFFT,
+    SpectralConv1d,
+    SpectralConv2d,
+    SpectralConv3d,
 )
 from spmd.bridge.torch.nn.layer import (
     Layer,
@@ -62,6 +74,21 @@ from spmd.bridge.torch.nn.movements import (
     Repartition,
     SumReduce,
 )
+from spmd.bridge.torch.nn.norms import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    LazyBatchNorm1d,
+    LazyBatchNorm2d,
+    LazyBatchNorm3d,
+    RMSNorm,
+    SyncBatchNorm,
+)
 from spmd.bridge.torch.nn.padding import (
     CircularPad1d,
     CircularPad2d,
@@ -93,6 +120,14 @@ from spmd.bridge.torch.nn.pooling import (
     MaxPool2d,
     MaxPool3d,
 )
+from spmd.bridge.torch.nn.recurrent import (
+    GRU,
+    LSTM,
+    RNN,
+    GRUCell,
+    LSTMCell,
+    RNNCell,
+)
 from spmd.bridge.torch.nn.resampling import (
     Upsample,
     UpsamplingBilinear2d,
@@ -100,6 +135,13 @@ from spmd.bridge.torch.nn.resampling import (
 )
 
 __all__ = [
+    "FFT",
+    "GRU",
+    "IFFT",
+    "IRFFT",
+    "LSTM",
+    "RFFT",
+    "RNN",
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
@@ -114,6 +156,9 @@ __all__ = [
     "AvgPool3d",
     "BCELoss",
     "BCEWithLogitsLoss",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
     "Broadcast",
     "CircularPad1d",
     "CircularPad2d",
@@ -134,11 +179,21 @@ __all__ = [
     "Dropout3d",
     "Embedding",
     "FeatureAlphaDropout",
+    "GRUCell",
+    "GroupNorm",
     "HaloExchange",
     "HuberLoss",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "KLDivLoss",
     "L1Loss",
+    "LSTMCell",
     "Layer",
+    "LayerNorm",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
     "LazyConv1d",
     "LazyConv2d",
     "LazyConv3d",
@@ -151,8 +206,11 @@ __all__ = [
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
+    "MultiheadAttention",
     "NLLLoss",
     "PoissonNLLLoss",
+    "RMSNorm",
+    "RNNCell",
     "ReduceScatter",
     "ReflectionPad1d",
     "ReflectionPad2d",
@@ -162,7 +220,11 @@ __all__ = [
     "ReplicationPad2d",
     "ReplicationPad3d",
     "SmoothL1Loss",
+    "SpectralConv1d",
+    "SpectralConv2d",
+    "SpectralConv3d",
     "SumReduce",
+    "SyncBatchNorm",
     "Upsample",
     "UpsamplingBilinear2d",
     "UpsamplingNearest2d",

@@ -38,10 +38,18 @@ class Layer(ShardedModule):
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
     _lies: dict[str, P | Layout]
-    """How parameters lie, for functions of blocks."""
+    """How parameters and buffers lie, for functions of blocks."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
+        return {}
+
+    def _unpacked(self, name: str) -> Sequence[int] | None:
+        """The shape in which the layout of a parameter splits it, if that is not its own: as for `spt.Parameter`."""
+        return None
+
+    def _layers(self) -> dict[str, tuple[type[Layer], dict[str, Any]]]:
+        """The layers that take the place of torch's modules in this one: by name the class, and its specs."""
         return {}
 
     def _draw(self, whole: Any) -> None:
@@ -63,8 +71,12 @@ class Layer(ShardedModule):
 
     def _set_specs(self, specs: dict[str, Any]) -> None:
         where = f"spt.nn.{type(self).__name__}"
-        self._specs = {name: s if s is None else checked_layout(where, name, s) for name, s in specs.items()}
+        self._specs = {name: s if s is None else self._checked_spec(where, name, s) for name, s in specs.items()}
         self._placed = True
+
+    def _checked_spec(self, where: str, name: str, spec: Any) -> Any:
+        """The value of an argument that says how something is split."""
+        return checked_layout(where, name, spec)
 
     def _split_parameters(self) -> None:
         """Replace whole parameters and buffers by this worker's blocks."""
@@ -72,10 +84,14 @@ class Layer(ShardedModule):
         for name, spec in self._layouts().items():
             own = self._parameters.get(name)
             if own is not None:
-                self.register_shard(name, own, spec, requires_grad=own.requires_grad)
-                self._lies[name] = spec if isinstance(spec, P) else _for_functions(self.shard_layout(name))
+                self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))
+                plain_spec = isinstance(spec, P) and self._unpacked(name) is None
+                self._lies[name] = spec if plain_spec else _for_functions(self.shard_layout(name))
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
+                self._lies[name] = spec if isinstance(spec, P) else _for_functions(self.shard_layout(name))
+        for name, (layer, specs) in self._layers().items():
+            self._modules[name] = layer.from_torch(self.get_submodule(name), **specs)
 
     def _split_buffer(self, name: str, spec: LayoutLike) -> None:
         persistent = name not in self._non_persistent_buffers_set
@@ -104,7 +120,7 @@ class Layer(ShardedModule):
     @classmethod
     def torch_class(cls) -> type[nn.Module]:
         """The class of torch that this layer splits."""
-        return next(c for c in cls.__mro__ if c.__module__.startswith("torch.") and c is not nn.Module)
+        return next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ShardedModule))
 
     @classmethod
     def from_torch(cls, module: nn.Module, **specs: Any) -> Self:
@@ -139,10 +155,10 @@ class Layer(ShardedModule):
 
     def to_torch(self) -> Any:
         """The whole layer as torch's module, on every worker, with copies of the parameters. Collective."""
-        return self._torch_module(lambda name: self.gathered(name))
+        return self._torch_module(filled=True)
 
-    def _torch_module(self, whole: Any = None) -> Any:
-        """torch's module with these options. whole: the values of its parameters and buffers by name; None: none."""
+    def _torch_module(self, filled: bool = False) -> Any:
+        """torch's module with these options. filled: with the values of parameters and buffers. Collective then."""
         if is_parametrized(self):
             raise LayoutError.at(
                 f"spt.nn.{self._class_name}.to_torch",
@@ -154,12 +170,15 @@ class Layer(ShardedModule):
         def value(name: str, own: Any) -> Any:
             if own is None:
                 return None
-            data = torch.empty(own.shape, dtype=own.dtype, device="meta") if whole is None else whole(name)
+            data = self.gathered(name) if filled else torch.empty(own.shape, dtype=own.dtype, device="meta")
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
         for name in ("_specs", "_placed", "_split", "_lies"):
             vars(module).pop(name, None)
+        for name, layer in self._modules.items():
+            if isinstance(layer, Layer):
+                module._modules[name] = layer._torch_module(filled)
         return module
 
     def extra_repr(self) -> str:

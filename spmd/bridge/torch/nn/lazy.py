@@ -54,7 +54,9 @@ class LazyLayer(_Mixin, _Base):
                 self._parameters[name] = parameter(own.requires_grad, **options)
         for name, own in self._buffers.items():
             if own is not None:
-                self._buffers[name] = UninitializedBuffer(**options) if own.ndim else own.to(options["device"])
+                self._buffers[name] = (
+                    UninitializedBuffer(**options) if own.ndim else torch.zeros_like(own, device=options["device"])
+                )
 
     def _split_parameters(self) -> None:
         """Nothing: parameters are split when they are made."""

@@ -260,6 +260,10 @@ class _WrappedTensor(torch.Tensor):
         """As `PartitionedTensor.block`."""
         return _block(self)
 
+    def packed_block(self) -> torch.Tensor:
+        """As `PartitionedTensor.packed_block`."""
+        return _block(self, packed=True)
+
     def whole(self) -> torch.Tensor:
         """As `PartitionedTensor.whole`."""
         return _whole(self)

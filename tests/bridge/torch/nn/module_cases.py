@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import spmd
 from spmd import Grid, Layout, P
@@ -22,8 +23,8 @@ class Case(NamedTuple):
 
     name: the class, in `torch.nn` and in `spt.nn`. options: of torch's constructor. specs: of ours. shapes: of the
     whole inputs; a tensor in place of a shape is that input. in_specs: how they lie. out_spec: how the result lies; a
-    tuple for several results.
-    axes: those of the mesh.
+    tuple for several results, as the leaves of what the layer gives.
+    axes: those of the mesh. call: of the layer, with the inputs. whole: has the class for one worker.
     """
 
     name: str
@@ -33,12 +34,14 @@ class Case(NamedTuple):
     in_specs: Sequence[P | Layout]
     out_spec: Any
     axes: dict[str, int]
+    call: Callable[..., Any] = lambda layer, *inputs: layer(*inputs)
+    whole: Any = nn
 
     def ours(self) -> nn.Module:
         return getattr(spt.nn, self.name)(**self.options, **self.specs)
 
     def theirs(self) -> nn.Module:
-        return getattr(nn, self.name)(**self.options)
+        return getattr(self.whole, self.name)(**self.options)
 
 
 def table(*cases: Case) -> Any:
@@ -66,11 +69,11 @@ def check_module(
     """
     close = close or (lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10))
     mesh = spmd.Mesh(**case.axes)
-    with _double():
+    with double_precision():
         torch.manual_seed(3)
         whole = (theirs or case.theirs)().train(train)
         inputs = tensors(case)
-        expected = _run(copy.deepcopy(whole), inputs)
+        expected = _run(case, copy.deepcopy(whole), inputs)
         for check in (True, False):
             torch.manual_seed(3)
             run = spt.map(
@@ -94,7 +97,9 @@ def check_module(
             _compare_dicts(gradients, expected[2], close)
 
 
-def _double() -> Any:
+def double_precision() -> Any:
+    """A context in which torch makes float64 by default."""
+
     class Double:
         def __enter__(self):
             self.outer = torch.get_default_dtype()
@@ -104,6 +109,11 @@ def _double() -> Any:
             torch.set_default_dtype(self.outer)
 
     return Double()
+
+
+def outputs_of(case: Case, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The results of a module, in one tuple."""
+    return tuple(x for x in pytree.tree_leaves(case.call(module, *inputs)) if isinstance(x, torch.Tensor))
 
 
 def _in_body(case: Case, whole: nn.Module, blocks: Sequence[torch.Tensor], train: bool) -> tuple[Any, dict[str, Any]]:
@@ -120,8 +130,7 @@ def _in_body(case: Case, whole: nn.Module, blocks: Sequence[torch.Tensor], train
         assert torch.equal(back.state_dict()[name], value), name
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), whole.parameters(), strict=True))
     layer = getattr(spt.nn, case.name).from_torch(whole, **case.specs)
-    results = layer(*blocks)
-    results = results if isinstance(results, tuple) else (results,)
+    results = outputs_of(case, layer, blocks)
     # The gradients of parameters, for the cotangents that the caller uses; their sum is that of the whole.
     gradients = _parameter_gradients(case, layer, results)
     return (results if len(results) > 1 else results[0]), gradients
@@ -138,7 +147,8 @@ def _parameter_gradients(case: Case, layer: nn.Module, results: Sequence[torch.T
             continue
         whole = _gathered(y, spec)
         g = _cotangents([whole])[0]
-        total = total + _total(y * _part(g, y, spec), spec)
+        g = _part(g, y, spec)  # of complex results autograd takes the real part of g* y
+        total = total + _total((y * g.conj()).real if y.is_complex() else y * g, spec)
     found = torch.autograd.grad(total, list(parameters.values()), retain_graph=True, allow_unused=True)
     return {name: None if g is None else _whole(g) for name, g in zip(parameters, found, strict=True)}
 
@@ -181,15 +191,15 @@ def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     cotangents = []
     for y in outputs:
         generator = torch.Generator().manual_seed(y.numel())
-        cotangents.append(torch.randn(tuple(y.shape), generator=generator, dtype=torch.float64).to(y.dtype))
+        dtype = torch.complex128 if y.is_complex() else torch.float64
+        cotangents.append(torch.randn(tuple(y.shape), generator=generator, dtype=dtype).to(y.dtype))
     return cotangents
 
 
-def _run(module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Any, Any, dict[str, Any]]:
+def _run(case: Case, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[Any, Any, dict[str, Any]]:
     """What torch gives on one worker: results, gradients of inputs and of parameters."""
     leaves = [x.clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in inputs]
-    results = module(*leaves)
-    outputs = results if isinstance(results, tuple) else (results,)
+    outputs = outputs_of(case, module, leaves)
     wanted = [*(x for x in leaves if x.requires_grad), *(p for p in module.parameters() if p.requires_grad)]
     if not wanted:
         return outputs, (), {}
