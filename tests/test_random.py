@@ -254,7 +254,7 @@ def test_wrong_arguments_of_global_arrays():
         (lambda: random.fold_in(key, -1), "argument data"),
         (lambda: random.choice(key, 3, 4, replace=False), "without replacement"),
         (lambda: random.uniform(key, 3, spec="x"), "argument spec"),
-        (lambda: dropout(np.ones(3), 1.0, key), "argument rate"),
+        (lambda: dropout(np.ones(3), 1.5, key), "argument rate"),
     ]:
         with pytest.raises(SpecError, match=words):
             call()

@@ -33,7 +33,8 @@ from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
 from spmd.bridge.torch.global_tensors import global_tensor as put
 from spmd.bridge.torch.mapping import map
-from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor
+from spmd.bridge.torch.partitioned.parameter import Parameter
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
 from spmd.bridge.torch.plans import (
     Style,
     column,

@@ -19,8 +19,9 @@ import spmd
 from spmd.bridge.torch.function import apply
 from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.placement import layout_of
-from spmd.bridge.torch.partitioned.tensor import Parameter, PartitionedTensor, split_like
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, split_like
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.bridge.torch.worker_context import assigned, context_of, device_of

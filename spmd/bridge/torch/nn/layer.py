@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from spmd.bridge.torch.layouts import LayoutLike, checked_layout, layout_for
+from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.placement import layout_of
-from spmd.bridge.torch.partitioned.tensor import Parameter
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sharded import ShardedModule
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
@@ -81,7 +81,8 @@ class Layer(ShardedModule):
     def _split_parameters(self) -> None:
         """Replace whole parameters and buffers by this worker's blocks."""
         self._lies = {}
-        for name, spec in self._layouts().items():
+        for name, each in self._layouts().items():
+            spec: Any = each
             own = self._parameters.get(name)
             if own is not None:
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))

@@ -100,9 +100,9 @@ class LazyLayer(_Mixin, _Base):
     def from_torch(cls, module: torch.nn.Module, **specs: Any) -> Self:
         return cls.cls_to_become.from_torch(module, **specs)
 
-    def _torch_module(self, whole: Any = None) -> Any:
+    def _torch_module(self, filled: bool = False) -> Any:
         if not self.has_uninitialized_params():
-            return super()._torch_module(whole)
+            return super()._torch_module(filled)
         where = f"spt.nn.{self._class_name}.to_torch"
         need, mend = "parameters with values", "call the layer first: the input says how long they are"
         raise LayoutError.at(where, got="a layer whose parameters are uninitialised", need=need, mend=mend)

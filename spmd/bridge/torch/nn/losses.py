@@ -10,7 +10,7 @@ from torch import nn
 from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
-from spmd.bridge.torch.partitioned.tensor import Parameter
+from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.global_ops.call import names_of
 from spmd.layout import Layout, P
 from spmd.mesh import here

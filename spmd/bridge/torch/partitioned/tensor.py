@@ -1,4 +1,4 @@
-"""Tensors of which each worker holds a block: `PartitionedTensor`, and its leaf `Parameter`.
+"""Tensors of which each worker holds a block.
 
 For torch such a tensor has the shape of the whole and no memory, so no kernel can mistake the block for the whole. The
 handlers of `registry` apply torch's operators to it: the result has its layout, or is the value of the whole, or the
@@ -8,7 +8,7 @@ handler raises. `__torch_function__` handles states, as that of `Tensor` does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,23 +21,22 @@ from spmd.bridge.torch.partitioned.placement import (
     check_worker,
     layout_of,
     own_placement,
-    unpacked_shape,
     worker_of,
 )
 from spmd.bridge.torch.partitioned.registry import call, run
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
 from spmd.bridge.torch.worker_context import context_of
-from spmd.errors import LayoutError, StateError, describe
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, here
 from spmd.operators.repartition import Repartition
 from spmd.state import State, state_of
 
 __all__ = [
-    "Parameter",
     "PartitionedTensor",
     "gathered",
+    "leaf_of_block",
     "mark_wrapped",
     "new_leaf",
     "split_like",
@@ -78,7 +77,7 @@ class PartitionedTensor(torch.Tensor):
     @classmethod
     def from_block(cls, block: torch.Tensor, spec: LayoutLike) -> PartitionedTensor:
         """The tensor of which this worker holds this block. As `Parameter.from_block`, without being a parameter."""
-        return _leaf_of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
+        return leaf_of_block(PartitionedTensor, f"spt.{cls.__name__}.from_block", block, spec)
 
     @property
     def block_layout(self) -> Layout:
@@ -177,80 +176,6 @@ class PartitionedTensor(torch.Tensor):
             return run(func, args, kwargs or {})
 
 
-class _ParameterMeta(type(torch.Tensor)):
-    """As for `nn.Parameter`: `nn.Parameter(x)` of a partitioned tensor is an instance."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or (
-            cls is Parameter and isinstance(instance, PartitionedTensor) and getattr(instance, "_is_param", False)
-        )
-
-
-class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
-    """A parameter of which each worker holds a block.
-
-        class Scale(nn.Module):
-            def __init__(self, features):
-                super().__init__()
-                self.scale = spt.Parameter(torch.ones(features), P("model"))
-
-            def forward(self, x):
-                return x * self.scale.block()
-
-    whole: the tensor from which the block is taken, the same on all workers. spec: a spec or a Grid, for balanced
-    blocks, or a Layout of the whole. Construct it in a body. Nothing is communicated.
-    unpacked: the shape in which spec splits the whole, for dimensions that are several in one: the weights of queries,
-    keys and values of attention, (3 n, n), lie by `P(None, "model")` with unpacked=(3, n, n), so that each worker has
-    rows of all three. `shape` and gradients stay those of the whole; `packed_block()` is the block in that shape.
-
-    It is an `nn.Parameter` of the shape of the whole. Its gradient has its layout. Elementwise functions keep the
-    layout, so optimisers work on blocks. Functions that reduce a split dimension (norms, sums), or contract it outside
-    of autograd, give the value of the whole; all workers that hold a block call them. Functions of `nn.init` give the
-    values that they give on one worker. Other functions raise LayoutError and name `block()`, for forward, and
-    `whole()`.
-    `load_state_dict` of the module takes whole tensors; `spt.state_dict(module)` gives them.
-
-    Raises LayoutError where spec and shape do not fit, StateError for a whole that varies, MeshError outside of bodies.
-    """
-
-    _is_param = True
-
-    @staticmethod
-    def __new__(
-        cls, whole: torch.Tensor, spec: LayoutLike, requires_grad: bool = True, *, unpacked: Sequence[int] | None = None
-    ) -> Any:
-        where = "spt.Parameter"
-        worker = here(where)
-        shape = tuple(whole.shape) if unpacked is None else unpacked_shape(where, whole, unpacked)
-        layout = layout_of(where, shape, spec, worker)
-        if isinstance(whole, PartitionedTensor) or state_of_tensor(whole).varying:
-            raise StateError.at(
-                where,
-                argument="whole",
-                got=describe(whole),
-                need="one tensor, the same on all workers",
-                mend="spt.Parameter.from_block(block, spec) takes this worker's block",
-            )
-        placement = own_placement(layout, worker)
-        own = plain(whole).detach()
-        block = own.reshape(shape)[placement.slices].clone(memory_format=torch.contiguous_format)
-        like = None if unpacked is None else own.new_empty(own.shape, device="meta")
-        return new_leaf(cls, block, placement, INVARIANT, requires_grad, like)
-
-    @classmethod
-    def from_block(cls, block: torch.Tensor, spec: LayoutLike, requires_grad: bool = True) -> Parameter:
-        """The parameter of which this worker holds this block, on its memory.
-
-        spec: a Layout of the whole. Or a spec or a Grid: the workers then exchange their shapes, which is collective
-        and sends no bytes; blocks may be uneven.
-        Raises LayoutError where blocks and layout do not fit.
-        """
-        parameter = _leaf_of_block(cls, "spt.Parameter.from_block", block, spec)
-        with _disabled():
-            parameter.requires_grad_(requires_grad)
-        return with_gradient_layout(parameter)
-
-
 class _WrappedTensor(torch.Tensor):
     """A tensor by which a transformation of torch.func wraps a partitioned tensor."""
 
@@ -296,7 +221,7 @@ def new_leaf(
     return with_gradient_layout(x)
 
 
-def _leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) -> Any:
+def leaf_of_block(cls: Any, where: str, block: torch.Tensor, spec: LayoutLike) -> Any:
     worker = here(where)
     axes = common_axes(where, worker, spec)
     own = plain(block).detach()

@@ -16,7 +16,7 @@ from torch import nn
 from spmd.bridge.torch.global_tensors.layers import scattered_linear
 from spmd.bridge.torch.global_tensors.meeting import Dim, as_global, dims_of, layout_of_dims
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, global_tensor, result
-from spmd.bridge.torch.partitioned.tensor import Parameter
+from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.tensor_state import is_partitioned
 from spmd.errors import LayoutError, describe
 from spmd.functions.movement import relaid
