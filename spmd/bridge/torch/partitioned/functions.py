@@ -14,9 +14,9 @@ from torch._functorch import eager_transforms
 
 from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.functorch import current_level, unwrapped
+from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.placement import MEND
 from spmd.bridge.torch.partitioned.registry import FUNCTIONS
-from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.tensor import (
     PartitionedTensor,
     _WrappedTensor,
