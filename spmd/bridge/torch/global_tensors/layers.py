@@ -262,6 +262,13 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     q, k, v, mask = (as_global(a) for a in (q, k, v, mask))
     if rate:
         return _attention_by_hand(q, k, v, mask, rate, causal, scale, gqa)
+    lies = _common_heads(q, k, v)
+    if lies is not None:  # each worker has all positions of its heads: torch's kernel serves
+        blocks = [block_in(a, tuple(a.shape), layout_of_dims(a.shape, lies)) for a in (q, k, v)]
+        if mask is not None:
+            shape = (*q.shape[:-1], k.shape[-2])
+            mask = block_in(mask, shape, layout_of_dims(shape, lies))
+        return result(func(*blocks, mask, 0.0, bool(causal), scale=scale), layout_of_dims(q.shape, lies))
     given = {"mask": None, "bias": None, "mask_spec": None, "bias_spec": None}
     if mask is not None:
         kind = "mask" if mask.dtype is torch.bool else "bias"
@@ -276,6 +283,22 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         v_spec=_spec(v) or whole_layout(v.shape),
         **given,
     )
+
+
+def _common_heads(q: Any, k: Any, v: Any) -> list[Dim] | None:
+    """How samples and heads lie, if queries, keys and values lie alike, in nothing else."""
+    lies = None
+    for x in (q, k, v):
+        if tuple(x.shape[:-2]) != tuple(q.shape[:-2]):
+            return None
+        if not isinstance(x, GlobalTensor):
+            continue
+        if x._layout.spec is None or joins(x) or any(d.names for d in dims_of(x)[-2:]):
+            return None
+        if lies is not None and dims_of(x) != lies:
+            return None
+        lies = dims_of(x)
+    return lies
 
 
 def _attention_by_hand(q: Any, k: Any, v: Any, mask: Any, rate: float, causal: Any, scale: Any, gqa: Any) -> Any:
