@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.registry import call
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
 from spmd.bridge.torch.partitioned.placement import layout_of
+from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tensor_state import is_partitioned, no_overrides, plain, state_of_tensor
 from spmd.errors import LayoutError, StateError, describe
 from spmd.functions.movement import relaid
@@ -113,6 +115,8 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(types) > 1 and Tensor in types:
+            _check_wholes(func, args, kwargs or {})
         return call(func, args, kwargs or {})
 
     @classmethod
@@ -123,6 +127,22 @@ class GlobalTensor(torch.Tensor):
             need="a function of torch that global tensors take",
             mend="x.block() is this worker's part, and x.whole() the whole, on every worker (collective)",
         )
+
+
+def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
+    """Raise where a tensor beside a global one, which counts as a whole, varies over axes that split the latter."""
+    tensors = list(tensors_in(args, kwargs))
+    split = frozenset().union(*(x._layout.varying for x in tensors if isinstance(x, GlobalTensor)))
+    for x in tensors:
+        clash = sorted(state_of_tensor(x).varying & split)
+        if clash:
+            # No TypeError: operators of Python would then try the other operand.
+            raise LayoutError.at(
+                f"torch's {getattr(func, '__name__', 'a function')}",
+                got=f"{describe(x)} beside a global tensor that is split over {clash[0]!r}",
+                need="a whole, the same on all workers along that axis, or a global tensor",
+                mend="spt.GlobalTensor.from_block(x, spec), if it is this worker's block",
+            )
 
 
 def _joined(shape: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:

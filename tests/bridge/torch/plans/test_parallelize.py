@@ -264,3 +264,19 @@ def test_hooks_and_buffers_and_frozen_parameters_stay():
         assert split[0].weight.grad is None
 
     run(main)
+
+
+def test_a_block_beside_a_global_tensor_raises():
+    x = torch.randn(6, 4)
+
+    def main(block):
+        whole = spt.put(x, P("data"))
+        for use in (
+            lambda: whole + block,
+            lambda: nn.functional.linear(whole, block),
+            lambda: torch.cat([whole, block]),
+        ):
+            with pytest.raises(LayoutError, match="from_block"):
+                use()
+
+    spt.map(main, P("data"), None, mesh=spmd.Mesh(data=2))(torch.randn(8, 4))
