@@ -101,7 +101,7 @@ def borrowed(x: torch.Tensor) -> Any:
 
 def array_of(x: torch.Tensor) -> Any:
     """The data of a tensor as an array; None where it has none, as in compiled functions and under vmap."""
-    if is_traced(x):
+    if torch.compiler.is_dynamo_compiling() or is_traced(x):
         return None
     x = plain(x)
     while is_wrapped(x):

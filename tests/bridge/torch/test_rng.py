@@ -269,7 +269,7 @@ def test_what_dropout_refuses():
     with pytest.raises(StateError, match="varies over 'a' too"):
         run(lambda x: spt.dropout(x, 0.5, spec=P(None, "b")))
     with pytest.raises(SpecError, match="argument p"):
-        spt.dropout(torch.ones(2), 1.0)
+        spt.dropout(torch.ones(2), 1.5)
     with pytest.raises(LayoutError):
         run(lambda x: spt.dropout(x[: 1 + spt.worker_index("b")], 0.5, spec=P("a", "b")))
 
