@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,10 +165,8 @@ def plan_report(module: nn.Module, *example: Any, **options: Any) -> PlanReport:
         sizes = _of_all_workers(where, worker, [r.nbytes.most for r in own])  # all have saved their generators
         record = measure_step(module, example, options)
     records = _of_all_workers(where, worker, _plain(module, record))  # all have restored them
-    rows = tuple(
-        ParameterRow(**(vars(r) | {"nbytes": _range(size)}))
-        for r, size in zip(own, zip(*sizes, strict=True), strict=True)
-    )
+    of_workers = map(_range, zip(*sizes, strict=True))
+    rows = tuple(replace(r, nbytes=nbytes) for r, nbytes in zip(own, of_workers, strict=True))
     kept: dict[str, Range] = {}
     for name in _union(records, "kept"):
         kept[name] = _range(r["kept"].get(name, 0) for r in records)
