@@ -110,6 +110,8 @@ class NormPlan:
         dtype = accurate(dtype_of(x))
         weight, bias = (p if p is None else in_dtype(p, dtype) for p in (weight, bias))
         weight, bias, *old = (self._parameter(k, p) for k, p in enumerate((weight, bias, *running)))
+        if self._has_whole_rows:
+            return lib.layer_norm(x, weight, bias, norm.eps, x.ndim - norm.kept[1], norm.centred)
         new = running
         if norm.training:
             count, mean, square = self._statistics(x)
@@ -135,6 +137,12 @@ class NormPlan:
             y = y if weight is None else y * weight
             y = in_dtype(y if bias is None else y + bias, dtype_of(x))
         return (y, new) if self.returns_running else y
+
+    @cached_property
+    def _has_whole_rows(self) -> bool:
+        """Whether this is a norm of rows, none of which is split: one kernel of the block computes it."""
+        norm, first = self.norm, self.norm.kept[1]
+        return bool(self.names) and norm.params == tuple(range(first, len(self.names))) and not any(self.names[first:])
 
     def _parameter(self, k: int, p: Any) -> Any:
         """A parameter where x lies, as a value for each worker along the axes that split other dimensions of x."""

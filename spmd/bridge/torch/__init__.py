@@ -36,11 +36,13 @@ from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
 from spmd.bridge.torch.plans import (
+    PlanReport,
     Style,
     column,
     distribute_module,
     heads,
     parallelize,
+    plan_report,
     row,
     sequence,
     spatial,
@@ -68,6 +70,7 @@ __all__ = [
     "GradScaler",
     "Parameter",
     "PartitionedTensor",
+    "PlanReport",
     "ShardedModule",
     "Style",
     "Tensor",
@@ -84,6 +87,7 @@ __all__ = [
     "nn",
     "operator",
     "parallelize",
+    "plan_report",
     "put",
     "row",
     "sequence",

@@ -59,6 +59,7 @@ class Style:
                 mend=f"{inner[0]!r}: {self}" if inner else f"{name!r}: spt.whole() leaves it as it is",
             )
         self.apply(module, name)
+        module.__dict__["_spmd_style"] = str(self)  # for `plan_report`
 
 
 def column(axis_name: AxisName, *, parts: int = 1) -> Style:
