@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from launch import launch, mpiexec, run_python
 
 import spmd
 from spmd import tracebacks
-from tests.launch import launch, mpiexec, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 12

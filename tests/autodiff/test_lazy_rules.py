@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from tests.launch import run_python
+from launch import run_python
 
 PROGRAM = """
 import sys

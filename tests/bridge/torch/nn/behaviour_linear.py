@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bridge.torch.nn.module_cases import Case
 from spmd import P
-from tests.bridge.torch.nn.module_cases import Case
 
 CASES = [
     Case(

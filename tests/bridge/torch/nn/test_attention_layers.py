@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import spmd
+from bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 from spmd import P
 from spmd.bridge import torch as spt
 from spmd.errors import SpecError
-from tests.bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 
 pytestmark = pytest.mark.torch
 

@@ -27,8 +27,8 @@ from torch.nn.modules.lazy import LazyModuleMixin  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.nn.module_cases import Case, tensors  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from tests.bridge.torch.nn.module_cases import Case, tensors  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.nn.module_cases import Case, check_module, table  # noqa: E402
 from spmd import Grid, Layout, P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import SpecError  # noqa: E402
-from tests.bridge.torch.nn.module_cases import Case, check_module, table  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -9,11 +9,11 @@ pytest.importorskip("torch")
 import torch
 
 import spmd
+from bridge.torch.nn.module_cases import Case, check_module, table
 from spmd import Grid, Layout, P, functions
 from spmd.bridge import torch as spt
 from spmd.bridge.torch.nn import whole_fourier
 from spmd.errors import SpecError
-from tests.bridge.torch.nn.module_cases import Case, check_module, table
 
 pytestmark = pytest.mark.torch
 

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.nn.linear_layers import MESHES, column, general, row  # noqa: E402
 from spmd import Grid  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import StallError, StateError  # noqa: E402
-from tests.bridge.torch.nn.linear_layers import MESHES, column, general, row  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from bridge.torch.nn.module_cases import Case, check_module, table
 from spmd import Grid, Layout, P
-from tests.bridge.torch.nn.module_cases import Case, check_module, table
 
 pytestmark = pytest.mark.torch
 

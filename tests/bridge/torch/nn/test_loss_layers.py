@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bridge.torch.nn.module_cases import Case, check_module, table  # noqa: E402
 from spmd import Grid, Layout, P  # noqa: E402
-from tests.bridge.torch.nn.module_cases import Case, check_module, table  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

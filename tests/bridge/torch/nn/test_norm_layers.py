@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import spmd
+from bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 from spmd import Grid, Layout, P
 from spmd.bridge import torch as spt
-from tests.bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 
 pytestmark = pytest.mark.torch
 

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 
 import torch
 
+from bridge.torch.nn.module_cases import Case, check_module
 from spmd import P
 from spmd.bridge.torch.nn import whole_fourier
-from tests.bridge.torch.nn.module_cases import Case, check_module
 
 pytestmark = [pytest.mark.torch, pytest.mark.full]
 

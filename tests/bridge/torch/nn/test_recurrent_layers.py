@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import spmd
+from bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 from spmd import Grid, Layout, P
 from spmd.bridge import torch as spt
 from spmd.errors import SpecError
-from tests.bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 
 pytestmark = pytest.mark.torch
 

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.nn.linear_layers import F64, column, general, row  # noqa: E402
 from spmd import Grid, P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import LayoutError, MeshError  # noqa: E402
-from tests.bridge.torch.nn.linear_layers import F64, column, general, row  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

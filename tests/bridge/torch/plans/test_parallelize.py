@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from launch import PROGRAMS, TORCHRUN, launch, mpiexec  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.plans.plain_models import FNO, GPT, ResNet, Translator, UNet  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import LayoutError, MeshError, SpecError, StateError  # noqa: E402
-from tests.bridge.torch.plans.plain_models import FNO, GPT, ResNet, Translator, UNet  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -280,3 +282,20 @@ def test_a_block_beside_a_global_tensor_raises():
                 use()
 
     spt.map(main, P("data"), None, mesh=spmd.Mesh(data=2))(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(
+            sys.executable,
+            id="mpiexec",
+            marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")],
+        ),
+        pytest.param(TORCHRUN, id="torchrun"),
+    ],
+)
+def test_in_processes(python):
+    ended = launch(PROGRAMS / "torch_plans.py", python=python, timeout=240)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("plans hold") == 4, str(ended)

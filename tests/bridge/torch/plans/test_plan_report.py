@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
+from bridge.torch.plans.plain_models import GPT, ResNet, UNet  # noqa: E402
+from bridge.torch.plans.test_parallelize import LANGUAGE, ROWS, SEQUENCE, image, run, words  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import LayoutError, SpecError  # noqa: E402
-from tests.bridge.torch.plans.plain_models import GPT, ResNet, UNet  # noqa: E402
-from tests.bridge.torch.plans.test_parallelize import LANGUAGE, ROWS, SEQUENCE, image, run, words  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
