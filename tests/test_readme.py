@@ -83,7 +83,7 @@ HOST = pytest.mark.host("the page declares a function of SciPy, which takes arra
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    if path.name.startswith("torch"):
+    if path.name.startswith(("torch", "porting")):
         return [pytest.mark.torch]
     return [HOST] if path.name == "rules.md" else []
 
@@ -211,6 +211,13 @@ def test_the_rules_and_the_row_on_the_page_are_true(monkeypatch):
     tests = table.tests()()
     tests.test_against_finite_differences(row)
     tests.test_single_precision_stays_single(row)
+
+
+@pytest.mark.torch
+def test_the_page_of_plans_shows_what_it_prints():
+    page = ROOT / "docs" / "torch_plans.md"
+    _, printed = run(page)
+    assert [text for text in printed if text] == [b.text for b in blocks(page) if b.language == "text"]
 
 
 # Commands
