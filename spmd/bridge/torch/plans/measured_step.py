@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
+from spmd.bridge.torch.tensor import backward_scope
 from spmd.bridge.torch.tensor_state import local_data, no_overrides
 from spmd.transport.call import LEDGERS
 
@@ -65,8 +66,6 @@ def measure_step(module: nn.Module, args: Any, kwargs: Any) -> StepRecord:
     """
     record = StepRecord()
     args, kwargs = tree_map_only(torch.Tensor, _as_leaf, (args, kwargs))
-    leaves = [p for p in module.parameters() if p.requires_grad]
-    leaves += [b for x in tree_iter((args, kwargs)) if (b := _block(x)) is not None and b.requires_grad]
     memory = _KeptMemory(record, [*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
         stack.enter_context(_copied_buffers(module))
@@ -78,10 +77,12 @@ def measure_step(module: nn.Module, args: Any, kwargs: Any) -> StepRecord:
         graph.name_nodes(results)
         record.kept = memory.by_module()
         record.phase = "backward"
-        if results and leaves:
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the observer is of this thread
+        if results:
             ones = [torch.ones_like(y) for y in results]
-            torch.autograd.grad(results, leaves, ones, allow_unused=True)
+            stack.enter_context(_set_aside_gradients(module))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # the observer is of this thread
+            stack.enter_context(backward_scope())
+            torch.autograd.backward(results, ones)
     return record
 
 
@@ -106,6 +107,19 @@ def _copied_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for m, name, b in own:
             m._buffers[name] = b
+
+
+@contextmanager
+def _set_aside_gradients(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters have no gradients. Hooks of gradients see those of the step that is measured."""
+    own = [(p, p.grad) for p in module.parameters()]
+    try:
+        for p, _ in own:
+            p.grad = None
+        yield
+    finally:
+        for p, g in own:
+            p.grad = g
 
 
 def _as_leaf(x: torch.Tensor) -> torch.Tensor:

@@ -142,11 +142,11 @@ def plan_report(module: nn.Module, *example: Any, **options: Any) -> PlanReport:
 
         print(spt.map(main, (), None)())
 
-    module: one that `spt.parallelize` returns, or any that holds `spt.Parameter`s. example, options: the arguments of
-    a call. In a body; collective. It runs the module forward, and backward from a cotangent of ones, in the mode in
-    which it is. Parameters, gradients, buffers and random generators stay as they were.
-    What is sent is counted as by `spmd.ledger`, and is assigned to the innermost module that runs, backward as forward.
-    The memory kept for backward is that of tensors that functions of torch save, inputs too, parameters not.
+    module: one that `spt.parallelize` returns, or any other, of `spt.nn` or of `spt.data_parallel`. example, options:
+    the arguments of a call. In a body; collective. It runs the module forward, and backward from a cotangent of ones,
+    in the mode in which it is. Parameters, gradients, buffers and random generators stay as they were; hooks of yours
+    run. What is sent is counted as by `spmd.ledger`, and is assigned to the innermost module that runs, backward as
+    forward. The memory kept for backward is that of tensors that functions of torch save, inputs too, parameters not.
     Cost: that of the step, and the report of each worker, sent to all. Raises LayoutError for what is no module.
     """
     where = "spt.plan_report"

@@ -50,7 +50,7 @@ class Style:
 
     def __call__(self, module: nn.Module, name: str) -> None:
         if self.kinds and not isinstance(module, self.kinds):
-            inner = [f"{name}.{n}" for n, m in module.named_modules() if n and isinstance(m, self.kinds)]
+            inner = [f"{name}.{n}".lstrip(".") for n, m in module.named_modules() if n and isinstance(m, self.kinds)]
             raise LayoutError.at(
                 "spt.parallelize",
                 argument="plan",

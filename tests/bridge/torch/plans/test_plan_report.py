@@ -82,13 +82,12 @@ def test_one_worker_sends_nothing():
     assert "a step sends nothing" in text
 
 
-@pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
-    ("make", "plan", "args"),
+    ("make", "plan", "args", "check"),
     [
-        (GPT, LANGUAGE, (words(5, 7), words(5, 7))),
-        (GPT, SEQUENCE, (words(5, 7), words(5, 7))),
-        (UNet, {"enter": ROWS}, (image(3, 1, 12, 8).float(), words(3, 12, 8) % 3)),
+        (GPT, LANGUAGE, (words(5, 7), words(5, 7)), True),
+        (GPT, SEQUENCE, (words(5, 7), words(5, 7)), False),
+        (UNet, {"enter": ROWS}, (image(3, 1, 12, 8).float(), words(3, 12, 8) % 3), True),
     ],
     ids=["gpt", "sequence", "unet"],
 )
@@ -150,6 +149,25 @@ def test_it_changes_nothing(check):
         split(y).sum().backward()
 
     run(main, check, model=3)
+
+
+def test_data_parallelism_sends_the_gradients_and_trains_on():
+    def main(x):
+        with spt.drawing(0):
+            net = nn.Linear(4, 3)
+        split = spt.data_parallel(net, "data")
+        split(x).sum().backward()
+        before = [p.grad.clone() for p in net.parameters()]
+        report = spt.plan_report(split, x)
+        assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), before, strict=True))
+        with spmd.ledger() as log:
+            split(x).sum().backward()
+        assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(net.parameters(), before, strict=True))
+        return sum(r.nbytes.most for r in report.sent), log.bytes, [r.phase for r in report.sent]
+
+    nbytes, sent, phases = spt.map(main, P("data"), None, mesh=spmd.Mesh(data=2))(torch.randn(5, 4))
+    assert nbytes == sent >= 4 * (12 + 3)
+    assert set(phases) == {"backward"}
 
 
 def test_the_generator_of_torch_is_left_too():
