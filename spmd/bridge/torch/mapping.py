@@ -16,7 +16,8 @@ from spmd import mapping
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
 from spmd.bridge.torch.tensor import Tensor
-from spmd.errors import StateError, describe
+from spmd.errors import LayoutError, MeshError, StateError, describe
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor
 from spmd.map_interpreters import called_in_body
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh
@@ -52,12 +53,13 @@ def map(
 
     f: a function of this worker's blocks, which are tensors, with collectives (`spt.psum(x, "data")`).
     in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers or `PartitionedArray`s;
-    arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
+    `ShardedTensor`s are used as they lie where that fits in_specs, else laid out anew. Arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
     check: the tensors of bodies carry their state (`spt.Tensor`), and results that out_specs say are Invariant are
     verified. With check=False, and nothing differentiated from outside, bodies get plain tensors and call `spt.pvary`
     themselves.
 
-    Returns plain, whole tensors, on every process. `loss.backward()` outside reaches the arguments, and leaves that the
+    Returns plain, whole tensors, on every process. Where some argument is a `ShardedTensor`, results that their specs
+    split stay on the workers, as `ShardedTensor`s. `loss.backward()` outside reaches the arguments, and leaves that the
     body closes over, such as parameters of a module. These count as Invariant, and get one gradient. A training loop
     may also run inside the body, with `loss.backward()` there.
 
@@ -110,6 +112,8 @@ class TorchMapped(Mapped):
                 need="a tensor from outside",
                 mend="return it from its map with an out_spec, or pass spt.block(x)",
             )
+        if isinstance(x, ShardedTensor):
+            return self._admit_sharded(mesh, leaf)
         check_device(x, mesh, self.where, leaf.path)
         if x.layout is not torch.strided:
             raise StateError.at(
@@ -118,6 +122,28 @@ class TorchMapped(Mapped):
                 got=f"a tensor of layout {x.layout}",
                 need="a dense tensor",
                 mend="x.to_dense(), or the spec None to pass it as it is",
+            )
+        self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
+        return leaf
+
+    def _admit_sharded(self, mesh: Mesh, leaf: Leaf) -> Leaf:
+        """An argument that lies on a mesh, which must be that of the call."""
+        x = leaf.value
+        if x.mesh != mesh:
+            raise MeshError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"{describe(x)} on {x.mesh}",
+                need=f"a tensor on {mesh}",
+                mend="spt.put(x.whole(), spec, mesh), or x.whole()",
+            )
+        if tuple(x.shape) != x.block_layout.shape:
+            raise LayoutError.at(
+                self.where,
+                argument=leaf.path,
+                got=f"a view of shape {list(x.shape)} of what lies as {x.block_layout}",
+                need=f"the shape {list(x.block_layout.shape)}",
+                mend="x.reshape(...) back to it before, and the view in the body",
             )
         self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
         return leaf
