@@ -233,7 +233,7 @@ class MapCall:
         return x
 
     def _result(self, x: Any, keeps_shards: bool) -> Any:
-        """A joined result as a plain tensor, whole on every process; with keeps_shards as it lies, if that splits it."""
+        """A joined result as a plain tensor, whole on every process. keeps_shards: as it lies, if that splits it."""
         if not isinstance(x, PartitionedArray):
             return x
         if keeps_shards and not (x.layout.has_copies and x.layout.copies == "varying"):

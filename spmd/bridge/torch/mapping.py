@@ -15,9 +15,9 @@ import torch
 from spmd import mapping
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor
 from spmd.bridge.torch.tensor import Tensor
 from spmd.errors import LayoutError, MeshError, StateError, describe
-from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor
 from spmd.map_interpreters import called_in_body
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh
@@ -52,8 +52,9 @@ def map(
     """A function on global tensors that runs `f`, a body in torch, on the block of every worker.
 
     f: a function of this worker's blocks, which are tensors, with collectives (`spt.psum(x, "data")`).
-    in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers or `PartitionedArray`s;
-    `ShardedTensor`s are used as they lie where that fits in_specs, else laid out anew. Arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
+    in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers, `PartitionedArray`s or
+    `ShardedTensor`s; arrays reach the body as tensors. What lies on the mesh is used as it lies where that fits
+    in_specs, else laid out anew. A tensor argument is not copied, and a body that writes to one is an error.
     check: the tensors of bodies carry their state (`spt.Tensor`), and results that out_specs say are Invariant are
     verified. With check=False, and nothing differentiated from outside, bodies get plain tensors and call `spt.pvary`
     themselves.

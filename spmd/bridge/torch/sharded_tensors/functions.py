@@ -15,6 +15,7 @@ from spmd.bridge.torch.sharded_tensors.tensor import (
     check_outside,
     moved_like,
     with_gradient_layout,
+    with_plain_gradient,
 )
 from spmd.errors import LayoutError, describe
 from spmd.mesh import WORKER
@@ -29,8 +30,31 @@ def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if WORKER.get() is not None and func not in _ATTRIBUTES:
         x = next(x for x in tensors_in(args, kwargs) if isinstance(x, ShardedTensor))
         check_outside(f"torch's {getattr(func, '__name__', 'function')}", x)
+    if torch.is_grad_enabled():
+        args, kwargs = _with_plain_gradients(args, kwargs)
     with _disabled():
         return func(*args, **kwargs)
+
+
+def _with_plain_gradients(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The operands of a function, of which plain tensors get plain gradients."""
+    mesh = None
+    differentiated = False
+    for x in tensors_in(args, kwargs):
+        if isinstance(x, ShardedTensor):
+            mesh = x.mesh
+        elif x.requires_grad and x.ndim:
+            differentiated = True
+    if mesh is None or not differentiated:
+        return args, kwargs
+
+    def operand(x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return type(x)(map(operand, x))
+        is_plain = isinstance(x, torch.Tensor) and not isinstance(x, ShardedTensor)
+        return with_plain_gradient(x, mesh) if is_plain and x.requires_grad and x.ndim else x
+
+    return tuple(map(operand, args)), {k: operand(v) for k, v in kwargs.items()}
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
@@ -39,7 +63,9 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     with _disabled():
         return tuple(
-            g if g is None or not isinstance(x, ShardedTensor) else moved_like(g, x.block_layout, x.mesh, tuple(x.shape))
+            g
+            if g is None or not isinstance(x, ShardedTensor)
+            else moved_like(g, x.block_layout, x.mesh, tuple(x.shape))
             for x, g in zip(inputs, func(*args, **kwargs), strict=True)
         )
 

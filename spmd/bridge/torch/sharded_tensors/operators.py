@@ -34,6 +34,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     handler = registry.handler_of(func)
     if torch.Tag.nondeterministic_seeded in func.tags:
         _refuse_random(func, tensors)
+    _check_device(func, kwargs.get("device"), tensors, mesh)
     if handler in _GATHERING or _is_mixed((*args, *kwargs.values())):
         _refuse(func, tensors)
     if handler is registry.decomposed:
@@ -121,6 +122,17 @@ def _refuse(func: Any, tensors: Sequence[ShardedTensor], cause: LayoutError | No
         need="tensors that lie alike, in an elementwise function, or a reduction",
         mend=MEND,
     ) from cause
+
+
+def _check_device(func: Any, device: Any, tensors: Sequence[ShardedTensor], mesh: Mesh) -> None:
+    if device is not None and torch.device(device).type != mesh.device:
+        raise LayoutError.at(
+            _name(func),
+            argument="device",
+            got=f"{str(device)!r} for {describe(tensors[0])} on {mesh}",
+            need=f"tensors on the mesh, whose device is {mesh.device!r}",
+            mend="x.whole().to(device), and spt.put(..., mesh) on a mesh with that device",
+        )
 
 
 def _refuse_random(func: Any, tensors: Sequence[ShardedTensor]) -> NoReturn:

@@ -28,11 +28,11 @@ _WHERE = "spt.put"
 def put(x: Any, spec: Any, mesh: Mesh | None = None) -> Any:
     """Lay a tensor, or a pytree of tensors, out by a spec.
 
-    x: outside of bodies tensors that every process has, of which each worker keeps its block; arrays, `PartitionedArray`s
-    and sharded tensors too. In a body a tensor that all workers have, or a global tensor.
+    x: outside of bodies tensors or arrays that every process has, of which each worker keeps its block;
+    `PartitionedArray`s and sharded tensors too. In a body a tensor that all workers have, or a global tensor.
     spec: a P or a Layout, or a tree of them that is a prefix of the tree of x. mesh: outside of bodies, by default that
     of the enclosing `with mesh:`, or of x.
-    Returns a `ShardedTensor` outside of bodies, a `GlobalTensor` in them; a plain tensor, where the spec splits nothing.
+    Returns a `ShardedTensor` outside of bodies, a `GlobalTensor` in them; where the spec splits nothing a plain tensor.
 
     Forward: a part of x, on each worker. Gradient: that of the whole, laid out as x was. Cost: nothing; of tensors that
     lie in another layout, the parts that are missing.
@@ -49,7 +49,11 @@ def _put(leaf: Leaf, mesh: Mesh | None) -> Any:
     if WORKER.get() is not None:
         if mesh is not None:
             raise MeshError.at(
-                _WHERE, argument="mesh", got="a mesh, in a body", need="none: it is that of the body", mend="leave it out"
+                _WHERE,
+                argument="mesh",
+                got="a mesh, in a body",
+                need="none: it is that of the body",
+                mend="leave it out",
             )
         return global_tensor(x, leaf.spec)  # type: ignore[arg-type]
     if isinstance(x, ShardedTensor | PartitionedArray):

@@ -18,7 +18,7 @@ from spmd.bridge.torch.interop import borrowed, tensor_of
 from spmd.bridge.torch.sharded_tensors.registry import call, run
 from spmd.bridge.torch.tensor_state import no_overrides
 from spmd.device import contiguous
-from spmd.errors import ClosureError, LayoutError, describe
+from spmd.errors import LayoutError, describe
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh
 from spmd.resharding import moved_blocks
@@ -30,10 +30,12 @@ __all__ = [
     "check_outside",
     "moved",
     "moved_like",
+    "new_sharded_leaf",
     "of_array",
     "partitioned_array",
     "relaid_blocks",
     "with_gradient_layout",
+    "with_plain_gradient",
 ]
 
 MEND = "spt.map for a function of blocks, spt.put(x, spec) for another layout, x.whole() for the whole (collective)"
@@ -112,7 +114,7 @@ class ShardedTensor(torch.Tensor):
         with _disabled():
             if not self.is_leaf:
                 return torch.Tensor.__deepcopy__(self, memo)  # raises torch's error
-            x = _new_leaf(_each(self, torch.Tensor.clone), self.block_layout, self.mesh, self.requires_grad)
+            x = new_sharded_leaf(_each(self, torch.Tensor.clone), self.block_layout, self.mesh, self.requires_grad)
             memo[id(self)] = x
             if self.grad is not None:
                 x.grad = self.grad.__deepcopy__(memo)
@@ -123,7 +125,7 @@ class ShardedTensor(torch.Tensor):
         self.mesh.check_pickled("a ShardedTensor")
         _require_own_shape(self, "pickle")
         with _disabled():
-            return _new_leaf, (self.blocks, self.block_layout, self.mesh, self.requires_grad)
+            return new_sharded_leaf, (self.blocks, self.block_layout, self.mesh, self.requires_grad)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +137,8 @@ class ShardedTensor(torch.Tensor):
             return run(func, args, kwargs or {})
 
 
-def _new_leaf(blocks: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, requires_grad: bool) -> Any:
+def new_sharded_leaf(blocks: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, requires_grad: bool) -> Any:
+    """A leaf on the memory of blocks."""
     with _disabled():
         return with_gradient_layout(ShardedTensor(blocks, layout, mesh).requires_grad_(requires_grad))
 
@@ -156,9 +159,9 @@ def with_gradient_layout(x: Any) -> Any:
 
 
 def check_outside(where: str, x: ShardedTensor) -> None:
-    """Raise in a body, which uses its arguments only."""
+    """Raise in a body, which uses its arguments only. No TypeError: operators of Python would try the other operand."""
     if WORKER.get() is not None:
-        raise ClosureError.at(
+        raise LayoutError.at(
             where,
             got=f"{describe(x)} in a body",
             need="bodies that use their arguments only",
@@ -227,6 +230,24 @@ class _Moved(Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         return moved_like(g, ctx.source, ctx.mesh), None, None
+
+
+class _PlainGradient(Function):
+    """The identity on a plain tensor, whose cotangent becomes plain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return moved_like(g, None, ctx.mesh), None
+
+
+def with_plain_gradient(x: torch.Tensor, mesh: Mesh) -> Any:
+    """A plain tensor as an operand beside sharded ones on this mesh: its gradient is plain."""
+    return _PlainGradient.apply(x, mesh)
 
 
 def relaid_blocks(x: ShardedTensor, layout: Layout) -> dict[int, torch.Tensor]:
