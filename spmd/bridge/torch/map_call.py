@@ -19,7 +19,7 @@ from spmd.bridge.torch.functorch import is_wrapped, shared_dual_level
 from spmd.bridge.torch.interop import borrowed, tensor_of
 from spmd.bridge.torch.map_function import MapFunction, MapRun, is_differentiated, tangent_of
 from spmd.bridge.torch.rng import BodyMode
-from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, moved_like, of_array, relaid_blocks
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, moved_like, of_array, relaid_blocks, sharded_layout
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
 from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads, without_autocast
@@ -60,7 +60,7 @@ class MapCall:
         self.diff_results: list[int] = []
         self.specs: list[Layout | None] = []
         self.dtypes: list[Any] = []
-        self.keeps_shards = any(isinstance(leaf.value, ShardedTensor) for leaf in leaves)
+        self.keeps_shards = any(sharded_layout(leaf.value) is not None for leaf in leaves)
         self.own_run: MapRun | None = None
         self.autocast = autocast_state()  # backward, which may run f again, is called outside of it
 
@@ -292,16 +292,13 @@ class MapCall:
 
         outcome = self._execute(backward, True)
         results = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped.turns)
-        grads = [
-            self._result(g, isinstance(x, ShardedTensor))
-            for g, x in zip(results, [*self.diff_values, *run.leaves], strict=True)
-        ]
-        return self._laid_out_as(grads, [*self.diff_values, *run.leaves])
+        values = [*self.diff_values, *run.leaves]
+        grads = [self._result(g, sharded_layout(x) is not None) for g, x in zip(results, values, strict=True)]
+        return self._laid_out_as(grads, values)
 
     def _laid_out_as(self, grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Gradients laid out as the values that they belong to."""
-        layouts = [x.block_layout if isinstance(x, ShardedTensor) else None for x in values]
-        return [moved_like(g, layout, self.mesh) for g, layout in zip(grads, layouts, strict=True)]
+        return [moved_like(g, sharded_layout(x), self.mesh) for g, x in zip(grads, values, strict=True)]
 
     def filled(self, gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Cotangents of the results, zeros for None. They lie as the results do."""

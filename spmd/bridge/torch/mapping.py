@@ -13,9 +13,10 @@ from typing import Any, overload
 import torch
 
 from spmd import mapping
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
-from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, sharded_layout
 from spmd.bridge.torch.tensor import Tensor
 from spmd.errors import LayoutError, MeshError, StateError, describe
 from spmd.map_interpreters import called_in_body
@@ -113,8 +114,8 @@ class TorchMapped(Mapped):
                 need="a tensor from outside",
                 mend="return it from its map with an out_spec, or pass spt.block(x)",
             )
-        if isinstance(x, ShardedTensor):
-            return self._admit_sharded(mesh, leaf)
+        if sharded_layout(x) is not None:
+            self._check_sharded(mesh, leaf.path, unwrapped(x))
         check_device(x, mesh, self.where, leaf.path)
         if x.layout is not torch.strided:
             raise StateError.at(
@@ -127,13 +128,12 @@ class TorchMapped(Mapped):
         self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
         return leaf
 
-    def _admit_sharded(self, mesh: Mesh, leaf: Leaf) -> Leaf:
-        """An argument that lies on a mesh, which must be that of the call."""
-        x = leaf.value
+    def _check_sharded(self, mesh: Mesh, path: str, x: ShardedTensor) -> None:
+        """Raise for an argument that lies on another mesh than that of the call, or is a view of another shape."""
         if x.mesh != mesh:
             raise MeshError.at(
                 self.where,
-                argument=leaf.path,
+                argument=path,
                 got=f"{describe(x)} on {x.mesh}",
                 need=f"a tensor on {mesh}",
                 mend="spt.put(x.whole(), spec, mesh), or x.whole()",
@@ -141,13 +141,11 @@ class TorchMapped(Mapped):
         if tuple(x.shape) != x.block_layout.shape:
             raise LayoutError.at(
                 self.where,
-                argument=leaf.path,
+                argument=path,
                 got=f"a view of shape {list(x.shape)} of what lies as {x.block_layout}",
                 need=f"the shape {list(x.block_layout.shape)}",
                 mend="x.reshape(...) back to it before, and the view in the body",
             )
-        self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
-        return leaf
 
 
 _called: Any = torch.compiler.disable(TorchMapped._call)

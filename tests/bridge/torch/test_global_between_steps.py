@@ -280,6 +280,20 @@ def test_unreduced_results_are_summed():
         cases.alike(rows, cases.numbers(4, 3).sum(1), exact=True)
 
 
+@pytest.mark.parametrize(("spec", "in_spec"), [(P("x"), P("x")), (P("x"), P(None, "x"))])
+def test_transformations_of_functions_keep_shards(spec, in_spec):
+    a = cases.numbers(5, 4)
+    with spmd.Mesh(x=3):
+        x = spt.put(a, spec)
+        cubes = spt.map(lambda x: spt.psum((x**3).sum(), "x"), in_spec, P())
+        g = torch.func.grad(cubes)(x)
+        second = torch.func.grad(lambda x: (torch.func.grad(cubes)(x) ** 2).sum())(x)
+    cases.lies_as(g, x)
+    cases.alike(g, 3 * a**2, exact=True)
+    cases.lies_as(second, x)
+    cases.alike(second, 36 * a**3, exact=True)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 def test_gradients_of_plain_tensors_beside_sharded_ones_are_plain(spec):
     a, b = cases.numbers(5, 4), cases.numbers(4, seed=2).requires_grad_()

@@ -14,6 +14,7 @@ import torch
 
 from spmd.array import PartitionedArray
 from spmd.bridge.torch.function import Function
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.interop import borrowed, tensor_of
 from spmd.bridge.torch.sharded_tensors.registry import call, run
 from spmd.bridge.torch.tensor_state import no_overrides
@@ -34,6 +35,7 @@ __all__ = [
     "of_array",
     "partitioned_array",
     "relaid_blocks",
+    "sharded_layout",
     "with_gradient_layout",
     "with_plain_gradient",
 ]
@@ -187,58 +189,71 @@ def moved(x: torch.Tensor, layout: Layout | None, mesh: Mesh) -> Any:
     """The same whole in another layout; None: as a plain tensor on every process. Collective, and differentiable."""
     if isinstance(x, ShardedTensor):
         check_outside("spt.put", x)
-        if tuple(x.shape) != x.block_layout.shape and layout is None:
-            return moved(x.reshape(x.block_layout.shape), None, mesh).reshape(x.shape)
+        if layout is None:
+            return moved_like(x, None, mesh)
         _require_own_shape(x, "spt.put")
     if layout is not None and not layout.varying:
         layout = None
     return _Moved.apply(x, layout, mesh)
 
 
+def sharded_layout(x: Any) -> Layout | None:
+    """The layout of a sharded tensor, also of one that torch.func wraps; None for others."""
+    x = unwrapped(x)
+    return x.block_layout if isinstance(x, ShardedTensor) else None
+
+
 def moved_like(x: Any, layout: Layout | None, mesh: Mesh, shape: Any = None) -> Any:
-    """A cotangent in the layout of its primal, which has this shape."""
-    if (x.block_layout if isinstance(x, ShardedTensor) else None) == layout:
+    """A cotangent in the layout of its primal, which has this shape; None: plain."""
+    source = sharded_layout(x)
+    if source == layout:
         return x
     if layout is not None and shape is not None and shape != layout.shape:
         return moved_like(x.reshape(layout.shape), layout, mesh).reshape(shape)
-    if isinstance(x, ShardedTensor) or layout is not None:
-        return moved(x, layout, mesh)
-    return x
+    if source is not None and layout is None and tuple(x.shape) != source.shape:
+        return _Moved.apply(x.reshape(source.shape), None, mesh).reshape(x.shape)
+    return _Moved.apply(x, layout, mesh)
 
 
 class _Moved(Function):
     """The identity on wholes, from one layout to another. The adjoint is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, layout: Layout | None, mesh: Mesh) -> Any:
-        ctx.mesh, ctx.source = mesh, x.block_layout if isinstance(x, ShardedTensor) else None
-        if isinstance(x, ShardedTensor):
-            if layout is None:
-                blocks = relaid_blocks(x, mesh.layout(x.block_layout.shape, P()))
-                return next(iter(blocks.values())).clone()
-            if layout == x.block_layout:
-                return ShardedTensor(_each(x, torch.Tensor.detach), layout, mesh)
-            blocks = relaid_blocks(x, layout)
-        elif layout is None:
-            return x.detach().clone()
-        else:
-            whole = x.detach()
-            make = lambda w: whole[layout.slices(w)].clone(memory_format=torch.contiguous_format)
-            blocks = mesh.shared(layout, make)
-        return ShardedTensor(blocks, layout, mesh)
+    def forward(x: Any, layout: Layout | None, mesh: Mesh) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x.detach().clone() if layout is None else _cut(x.detach(), layout, mesh)
+        if layout is None:
+            blocks = relaid_blocks(x, mesh.layout(x.block_layout.shape, P()))
+            return next(iter(blocks.values())).clone()
+        if layout == x.block_layout:
+            return ShardedTensor(_each(x, torch.Tensor.detach), layout, mesh)
+        return ShardedTensor(relaid_blocks(x, layout), layout, mesh)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, _, ctx.mesh = inputs
+        ctx.source = sharded_layout(x)
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         return moved_like(g, ctx.source, ctx.mesh), None, None
 
 
+def _cut(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> ShardedTensor:
+    make = lambda w: whole[layout.slices(w)].clone(memory_format=torch.contiguous_format)
+    return ShardedTensor(mesh.shared(layout, make), layout, mesh)
+
+
 class _PlainGradient(Function):
     """The identity on a plain tensor, whose cotangent becomes plain."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        ctx.mesh = mesh
+    def forward(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh = inputs
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
