@@ -125,6 +125,7 @@ def test_put_lays_out_whole_tensors_arrays_and_sharded_ones(scheduler):
         assert uneven.sum() == a.sum()
         grid = spmd.Layout.grid((7, 3), (1, 2), {"x": 3}, workers=(2, 0))
         assert torch.equal(spt.put(uneven, grid).whole(), a)
+        assert spt.put([a], spmd.Grid((1, 2), workers=(2, 0)))[0].block_layout == grid
         assert (spt.put(a, grid) * 3).sum() == 3 * a.sum()
         assert torch.equal(spt.put(x, P()), a)
         assert type(spt.put(x, P())) is torch.Tensor
