@@ -24,7 +24,7 @@ from spmd.layout import Box, Layout, offsets
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 
-__all__ = ["SOURCES", "Source", "boxes_of", "layout_text", "replica", "source_of"]
+__all__ = ["SOURCES", "Source", "boxes_of", "layout_text", "partitioned_source", "replica", "source_of"]
 
 
 @dataclass
@@ -79,7 +79,7 @@ def source_of(x: Any, where: str, name: str, members: Members) -> Source:
     if of_library is not None:
         source = of_library(x, where, name, members)
     elif type(x) is PartitionedArray:
-        source = _partitioned(x, where, name, members)
+        source = partitioned_source(x, where, name, members)
     elif isinstance(x, Array | Rooted):
         source = _of_body(x, where, name, members)
     else:
@@ -88,7 +88,8 @@ def source_of(x: Any, where: str, name: str, members: Members) -> Source:
     return source
 
 
-def _partitioned(x: PartitionedArray, where: str, name: str, members: Members) -> Source:
+def partitioned_source(x: PartitionedArray, where: str, name: str, members: Members) -> Source:
+    """The source of a global array: each process has the boxes of its blocks."""
     argument = f"tree, the leaf {name!r}"
     check_usable(where, x)
     check_values(x, where, "the call outside of spmd.jit")

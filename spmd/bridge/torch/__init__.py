@@ -31,7 +31,6 @@ from spmd.bridge.torch.compiled import compilable, operator
 from spmd.bridge.torch.data_parallel import DataParallel, data_parallel
 from spmd.bridge.torch.dropout import dropout
 from spmd.bridge.torch.global_tensors import GlobalTensor
-from spmd.bridge.torch.global_tensors import global_tensor as put
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
@@ -53,6 +52,7 @@ from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
+from spmd.bridge.torch.sharded_tensors import ShardedTensor, put
 from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tie import tie
 from spmd.lazy_imports import missing_name_error
@@ -72,6 +72,7 @@ __all__ = [
     "PartitionedTensor",
     "PlanReport",
     "ShardedModule",
+    "ShardedTensor",
     "Style",
     "Tensor",
     "clip_grad_norm_",

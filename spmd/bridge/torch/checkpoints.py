@@ -7,6 +7,7 @@ shapes of its `state_dict` of whole tensors, on any mesh. That of an optimiser h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from spmd.bridge.torch.functorch import is_wrapped
 from spmd.bridge.torch.partitioned.placement import check_worker
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
 from spmd.bridge.torch.sharded import state_dict
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, new_sharded_leaf, partitioned_array
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, local_data, no_overrides, plain, state_of_tensor
 from spmd.errors import CheckpointError, describe
@@ -29,7 +31,7 @@ from spmd.io.container import dtype_of, stored_as
 from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
-from spmd.io.sources import SOURCES, Source, boxes_of, layout_text, replica
+from spmd.io.sources import SOURCES, Source, boxes_of, layout_text, partitioned_source, replica
 from spmd.io.states import KINDS, STATES, SavedPart
 from spmd.io.trees import joined, map_leaves
 from spmd.layout import Box, Layout
@@ -153,6 +155,8 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
     argument = f"tree, the leaf {name!r}"
     dtype = _check_tensor(x, where, argument)
     _check_state(x, where, argument)
+    if isinstance(x, ShardedTensor):
+        return replace(partitioned_source(partitioned_array(x), where, name, members), kind="torch")
     local, worker = local_data(x), WORKER.get()
     if isinstance(x, PartitionedTensor) and worker is not None:
         layouts, layout = _piece_layouts(x), x.block_layout
@@ -223,6 +227,10 @@ def _loaded_like(like: Any, name: str, read: Callable[..., np.ndarray]) -> torch
     argument = f"like, the leaf {name!r}"
     dtype = _check_tensor(like, "spmd.load", argument)
     _check_state(like, "spmd.load", argument)
+    if isinstance(like, ShardedTensor):
+        layout = like.block_layout
+        blocks = like.mesh.shared(layout, lambda w: _tensor_like(read(dtype, layout, w), like.blocks[w]))
+        return new_sharded_leaf(blocks, layout, like.mesh, like.requires_grad)
     if isinstance(like, PartitionedTensor):
         placement = like._placement
         block = _block_like(like, lambda layout: read(dtype, layout, placement.index))

@@ -19,6 +19,7 @@ from spmd.bridge.torch.functorch import is_wrapped, shared_dual_level
 from spmd.bridge.torch.interop import borrowed, tensor_of
 from spmd.bridge.torch.map_function import MapFunction, MapRun, is_differentiated, tangent_of
 from spmd.bridge.torch.rng import BodyMode
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, moved_like, of_array, relaid_blocks, sharded_layout
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
 from spmd.bridge.torch.thread_settings import autocast_state, thread_state, torch_threads, without_autocast
@@ -40,7 +41,8 @@ class MapCall:
     """One call of a map: its forward, its backward and its derivative along tangents.
 
     diff_arguments, diff_values: positions and values of the differentiated arguments. diff_results: positions of the
-    differentiated results. specs: the layouts of the results.
+    differentiated results. specs, dtypes: the layouts and dtypes of the results. keeps_shards: whether results that
+    their layouts split are sharded tensors, because an argument is one.
     """
 
     def __init__(self, mapped: Any, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
@@ -57,6 +59,8 @@ class MapCall:
         self.treedef: Any = None
         self.diff_results: list[int] = []
         self.specs: list[Layout | None] = []
+        self.dtypes: list[Any] = []
+        self.keeps_shards = any(sharded_layout(leaf.value) is not None for leaf in leaves)
         self.own_run: MapRun | None = None
         self.autocast = autocast_state()  # backward, which may run f again, is called outside of it
 
@@ -89,7 +93,7 @@ class MapCall:
         tracked = mapped.check or bool(self.diff_arguments)
         run = MapRun(self, bool(self.diff_arguments) or (grad_enabled and mapped.check))
         blocks = self._blocks(diff_values)
-        versions = [(leaf, leaf.value._version) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
+        versions = [(leaf, _version(leaf.value)) for leaf in self.leaves if isinstance(leaf.value, torch.Tensor)]
         local = thread_state(enabled=grad_enabled)
 
         def body(worker: Worker) -> BodyResults:
@@ -110,7 +114,8 @@ class MapCall:
         self._note_arguments(outcome, blocks)
         self.treedef = one_structure(self.where, mesh, outcome)
         results = joined_leaves(self.where, mesh, outcome, mapped.check, mapped.turns)
-        self.results = [self._whole_result(x) for x in results]
+        self.results = [self._result(x, self.keeps_shards) for x in results]
+        self.dtypes = [getattr(x, "dtype", None) for x in self.results]
         self.specs = [x.layout if isinstance(x, PartitionedArray) else None for x in results]
         self._find_differentiated(run)
         return run
@@ -171,6 +176,8 @@ class MapCall:
         layout = mesh.layout(tuple(x.shape), spec)
         if isinstance(x, PartitionedArray):
             return {w: tensor_of(b.copy()) for w, b in relayout(x, layout).blocks.items()}
+        if isinstance(x, ShardedTensor):
+            return {w: b.detach() for w, b in relaid_blocks(x, layout).items()}
         x = x.detach()
         return {w: _block(x, layout, w) for w in mesh.local_workers}
 
@@ -225,15 +232,19 @@ class MapCall:
             return plain(x).detach()
         return x
 
-    def _whole_result(self, x: Any) -> Any:
-        """A joined result as a plain tensor, whole on every process."""
+    def _result(self, x: Any, keeps_shards: bool) -> Any:
+        """A joined result as a plain tensor, whole on every process. keeps_shards: as it lies, if that splits it."""
         if not isinstance(x, PartitionedArray):
             return x
+        if keeps_shards and not (x.layout.has_copies and x.layout.copies == "varying"):
+            x = x.reduced
+            if x.layout.varying:
+                return of_array(x)
         whole = x.gathered() if self.mesh.places is not None else x.numpy()
         return tensor_of(whole.copy())
 
     def _check_unchanged(self, leaf: Leaf, version: int) -> None:
-        if leaf.value._version != version:
+        if _version(leaf.value) != version:
             raise StateError.at(
                 self.where,
                 argument=leaf.path,
@@ -281,7 +292,25 @@ class MapCall:
 
         outcome = self._execute(backward, True)
         results = joined_leaves(self.where, self.mesh, outcome, self.mapped.check, self.mapped.turns)
-        return [self._whole_result(g) for g in results]
+        values = [*self.diff_values, *run.leaves]
+        grads = [self._result(g, sharded_layout(x) is not None) for g, x in zip(results, values, strict=True)]
+        return self._laid_out_as(grads, values)
+
+    def _laid_out_as(self, grads: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Gradients laid out as the values that they belong to."""
+        return [moved_like(g, sharded_layout(x), self.mesh) for g, x in zip(grads, values, strict=True)]
+
+    def filled(self, gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Cotangents of the results, zeros for None. They lie as the results do."""
+        return [self._zeros(k) if g is None else g for k, g in zip(self.diff_results, gs, strict=True)]
+
+    def _zeros(self, k: int) -> torch.Tensor:
+        layout, dtype = self.specs[k], self.dtypes[k]
+        assert layout is not None
+        if not (self.keeps_shards and layout.varying):
+            return torch.zeros(layout.shape, dtype=dtype, device=self.mesh.device)
+        zeros = lambda w: torch.zeros(layout.block_shape(w), dtype=dtype, device=self.mesh.device)
+        return ShardedTensor(self.mesh.shared(layout, zeros), layout, self.mesh)
 
     def derivative(self, diff_values: Sequence[torch.Tensor], gs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients as results of a map of arguments and cotangents, so that they can be differentiated."""
@@ -295,7 +324,8 @@ class MapCall:
             return tuple(_or_zeros(g, x) for g, x in zip(grads, wrt, strict=True))
 
         out_specs = [self.leaves[k].spec for k in diff_arguments] + [P()] * len(captured)
-        return self._map_with(body, diff_values, list(gs), [self.specs[k] for k in self.diff_results], out_specs)
+        grads = self._map_with(body, diff_values, list(gs), [self.specs[k] for k in self.diff_results], out_specs)
+        return self._laid_out_as(grads, diff_values)
 
     def run_jvp(self, diff_values: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tangents of the results, as results of a map of the arguments and their tangents. The pullback is linear
@@ -352,6 +382,11 @@ class MapCall:
 def _or_zeros(g: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     """A derivative in the state of its primal."""
     return with_state(torch.zeros_like(plain(x)) if g is None else plain(g), state_of_tensor(x))
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor, or a block of it, was written to."""
+    return sum(b._version for b in x.blocks.values()) if isinstance(x, ShardedTensor) else x._version
 
 
 def _partitioned_error(where: str, leaf: Leaf) -> LayoutError:

@@ -53,6 +53,7 @@ class MapFunction(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         call, run, *diff_values = inputs
         ctx.call = call
+        ctx.set_materialize_grads(not call.keeps_shards)  # torch would make whole zeros
         run = run if run is not None else call.own_run
         # torch frees the graphs of the workers together with what is saved here, when it frees the caller's graph.
         key = torch.empty(0)
@@ -65,6 +66,7 @@ class MapFunction(Function):
     def backward(ctx: Any, *gs: torch.Tensor) -> Any:
         *diff_values, key = ctx.saved_tensors
         call: Any = ctx.call
+        gs = tuple(call.filled(gs))
         differentiable = torch.is_grad_enabled() and any(is_differentiated(x) for x in (*diff_values, *gs))
         if differentiable or any(is_wrapped(x) for x in gs) or not hasattr(key, "run"):
             grads: Any = call.derivative(diff_values, gs)
@@ -100,7 +102,7 @@ class MapFunction(Function):
                 [values[k] for k in call.diff_arguments],
             )
             outs = MapFunction.apply(sample_call, None, *sample_call.diff_values)
-            for name in ("diff_results", "results", "treedef", "specs"):
+            for name in ("diff_results", "results", "treedef", "specs", "dtypes"):
                 setattr(call, name, getattr(sample_call, name))
             sample_call._forget()
             samples.append(outs if isinstance(outs, tuple) else (outs,))

@@ -13,10 +13,12 @@ from typing import Any, overload
 import torch
 
 from spmd import mapping
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
+from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, sharded_layout
 from spmd.bridge.torch.tensor import Tensor
-from spmd.errors import StateError, describe
+from spmd.errors import LayoutError, MeshError, StateError, describe
 from spmd.map_interpreters import called_in_body
 from spmd.mapping import Mapped
 from spmd.mesh import WORKER, Mesh
@@ -51,13 +53,15 @@ def map(
     """A function on global tensors that runs `f`, a body in torch, on the block of every worker.
 
     f: a function of this worker's blocks, which are tensors, with collectives (`spt.psum(x, "data")`).
-    in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers or `PartitionedArray`s;
-    arrays reach the body as tensors. A tensor argument is not copied, and a body that writes to one is an error.
+    in_specs, out_specs, mesh: as for `spmd.map`. Arguments are tensors, NumPy arrays, numbers, `PartitionedArray`s or
+    `ShardedTensor`s; arrays reach the body as tensors. What lies on the mesh is used as it lies where that fits
+    in_specs, else laid out anew. A tensor argument is not copied, and a body that writes to one is an error.
     check: the tensors of bodies carry their state (`spt.Tensor`), and results that out_specs say are Invariant are
     verified. With check=False, and nothing differentiated from outside, bodies get plain tensors and call `spt.pvary`
     themselves.
 
-    Returns plain, whole tensors, on every process. `loss.backward()` outside reaches the arguments, and leaves that the
+    Returns plain, whole tensors, on every process. Where some argument is a `ShardedTensor`, results that their specs
+    split stay on the workers, as `ShardedTensor`s. `loss.backward()` outside reaches the arguments, and leaves that the
     body closes over, such as parameters of a module. These count as Invariant, and get one gradient. A training loop
     may also run inside the body, with `loss.backward()` there.
 
@@ -110,6 +114,8 @@ class TorchMapped(Mapped):
                 need="a tensor from outside",
                 mend="return it from its map with an out_spec, or pass spt.block(x)",
             )
+        if sharded_layout(x) is not None:
+            self._check_sharded(mesh, leaf.path, unwrapped(x))
         check_device(x, mesh, self.where, leaf.path)
         if x.layout is not torch.strided:
             raise StateError.at(
@@ -121,6 +127,25 @@ class TorchMapped(Mapped):
             )
         self.arguments.admit(mesh, leaf._replace(value=shaped_like(x)))
         return leaf
+
+    def _check_sharded(self, mesh: Mesh, path: str, x: ShardedTensor) -> None:
+        """Raise for an argument that lies on another mesh than that of the call, or is a view of another shape."""
+        if x.mesh != mesh:
+            raise MeshError.at(
+                self.where,
+                argument=path,
+                got=f"{describe(x)} on {x.mesh}",
+                need=f"a tensor on {mesh}",
+                mend="spt.put(x.whole(), spec, mesh), or x.whole()",
+            )
+        if tuple(x.shape) != x.block_layout.shape:
+            raise LayoutError.at(
+                self.where,
+                argument=path,
+                got=f"a view of shape {list(x.shape)} of what lies as {x.block_layout}",
+                need=f"the shape {list(x.block_layout.shape)}",
+                mend="x.reshape(...) back to it before, and the view in the body",
+            )
 
 
 _called: Any = torch.compiler.disable(TorchMapped._call)

@@ -37,10 +37,15 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Apply an operator of torch."""
+    return handler_of(func)(func, args, kwargs)
+
+
+def handler_of(func: Any) -> Handler:
+    """The handler of an operator."""
     handler = _resolved.get(func)
     if handler is None:
         handler = _resolved[func] = _resolve(func)
-    return handler(func, args, kwargs)
+    return handler
 
 
 def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -59,10 +64,10 @@ def _resolve(func: Any) -> Handler:
         if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
             return OPERATORS["*"]
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return _decompose
+        return decomposed
     return OPERATORS[""]
 
 
-def _decompose(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def decomposed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the operators that a composite one consists of. Autograd does so itself where it is on."""
     return func.decompose(*args, **kwargs)
