@@ -2,6 +2,7 @@
 
 from spmd.bridge.torch.global_tensors import (  # noqa: F401
     contractions,
+    gradients,
     layers,
     losses,
     multihead,

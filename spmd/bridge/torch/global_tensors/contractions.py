@@ -83,7 +83,7 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handles("baddbmm addmm addmv")
 def _added(func: Any, args: Any, kwargs: Any) -> Any:
-    c, a, b = args
+    c, a, b = map(as_global, args)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     return beta * c + alpha * torch.matmul(a, b)
 

@@ -40,7 +40,7 @@ def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A function of blocks whose result lies as its plan says."""
     with recorded_layouts() as found:
         y = function(*args, **kwargs)
-    return _placed(y, found[-1])
+    return _placed(y, found[-1]) if found else y
 
 
 def _placed(y: Any, layout: Any) -> Any:
@@ -88,8 +88,10 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
     """A bias that lies as a dimension of the weights."""
     if bias is None:
         return None
-    if not isinstance(w, GlobalTensor) or w._layout.spec is None:
-        return bias.whole() if isinstance(bias, GlobalTensor) and w._layout.spec is not None else bias
+    if not isinstance(w, GlobalTensor):
+        return whole_operand(bias)
+    if w._layout.spec is None:
+        return bias
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
     if not target.varying:
         return whole_operand(bias)
@@ -215,7 +217,9 @@ def _adaptive_avg_pool(func: Any, args: Any, kwargs: Any) -> Any:
     dims = own_dims(func, x, args, kwargs)
     if not any(dims[k].names for k in over):
         layout = layout_of_dims([*x._layout.shape[:-d], *size], [*dims[:-d], *[WHOLE] * d])
-        return result(func(x._block, size), layout)
+        block = x._block  # torch refuses empty ones; the sum keeps the history, which all workers need alike
+        empty = lambda: block.new_zeros(layout.block_shape(_index())) + block.sum()
+        return result(func(block, size) if block.numel() else empty(), layout)
     if any(n % m for n, m in zip(own, size, strict=True)):
         raise unhandled(func, args, kwargs, "a size that divides the length of split dimensions")
     window = tuple(n // m for n, m in zip(own, size, strict=True))
@@ -367,7 +371,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError("'weight' must be 2-D")  # as torch does
     if max_norm is not None or by_freq or sparse:
         raise unhandled(func, args, kwargs, "max_norm=None, scale_grad_by_freq=False, sparse=False")
-    padding = None if padding is None or padding < 0 and func is not F.embedding else padding
+    if padding is not None and padding < 0:  # for `torch.embedding` it means none
+        padding = padding + table.shape[0] if func is F.embedding else None
     specs = {"spec": _spec(ids), "table_spec": _spec(table)}
     return _run(functions.embedding, _block(table), _block(ids), padding_idx=padding, **specs)
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.nn import _reduction as _Reduction
+from torch.nn import functional as F
 
 from spmd import functions
 from spmd.bridge.torch.global_tensors.layers import joins, named
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, laid, layout_of_dims
 from spmd.bridge.torch.global_tensors.norms import channels
-from spmd.bridge.torch.global_tensors.registry import handles, unhandled
+from spmd.bridge.torch.global_tensors.registry import HANDLERS, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.global_tensors.views import own_dims
 
@@ -26,7 +27,7 @@ def _loss(name: str, names: str, renamed: Sequence[tuple[str, str]] = ()) -> Non
         options = {new: given[old] for old, new in renamed if given.get(old) is not None}
         return _loss_of(function, func, x, target, reduction, options, args, kwargs)
 
-    handles(name)(handler)
+    HANDLERS[getattr(F, name)] = handler  # those of `torch` take a number as reduction, in another place
 
 
 def _reduction(given: dict[str, Any]) -> str:
@@ -45,7 +46,7 @@ def _loss_of(
         return y.reshape(-1) if reduction == "none" else y
     c = min(1, x.ndim - 1)
     if not isinstance(x, GlobalTensor):
-        dims = dims_of(target)
+        dims = dims_of(laid(target))
         layout = layout_of_dims(x.shape, [*dims[:c], WHOLE, *dims[c:]] if indexed else dims)
         x = GlobalTensor(block_in(x, layout.shape, layout), layout)
     lies, dims = x._layout, own_dims(func, x, args, kwargs)

@@ -15,7 +15,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.varying import varying
 
-__all__ = ["Dim", "as_global", "block_in", "dims_of", "is_tensor", "layout_of_dims", "meeting_dims"]
+__all__ = ["Dim", "as_global", "block_in", "dims_of", "is_tensor", "laid", "layout_of_dims", "meeting_dims"]
 
 
 class Dim(NamedTuple):
@@ -40,6 +40,12 @@ def as_global(x: Any) -> Any:
     groups = _groups_of(layout.shape, tuple(_shape(x)))
     block = x.block() if groups is None else x.packed_block()
     return GlobalTensor(block, lifted(layout), groups)
+
+
+def laid(x: Any) -> Any:
+    """A tensor as a global one, also where it lies whole on all workers."""
+    x = as_global(x)
+    return x if isinstance(x, GlobalTensor) else GlobalTensor(x, whole_layout(_shape(x)))
 
 
 def _shape(x: torch.Tensor) -> torch.Size:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from spmd import functions
 from spmd.bridge.torch.global_tensors.layers import named, or_default, whole_operand
-from spmd.bridge.torch.global_tensors.meeting import as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import as_global, block_in, dims_of, laid, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.global_tensors.views import own_dims
@@ -16,11 +17,19 @@ from spmd.bridge.torch.global_tensors.views import own_dims
 __all__ = ["channels"]
 
 
+def _of_norm(functional: bool, args: Any, kwargs: Any) -> list[Any]:
+    """The input, the running statistics and the parameters, which functions of `torch` take in another order."""
+    if functional:
+        return named(args, kwargs, "input running_mean running_var weight bias")
+    x, weight, bias, mean, variance = named(args, kwargs, "input weight bias running_mean running_var")
+    return [x, mean, variance, weight, bias]
+
+
 @handles("batch_norm")
 def _batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    names = "input running_mean running_var weight bias training momentum eps"
-    x, mean, variance, weight, bias, training, momentum, eps = named(args, kwargs, names)
-    x = as_global(x)
+    x, mean, variance, weight, bias = _of_norm(func is F.batch_norm, args, kwargs)
+    training, momentum, eps = named(args[5:], kwargs, "training momentum eps")
+    x = laid(x)
     own_dims(func, x, args, kwargs)
     weight, bias = (channels(x, p, 1) for p in (weight, bias))
     running = None if mean is None else tuple(channels(x, as_global(b), 1) for b in (mean, variance))
@@ -62,7 +71,7 @@ def _layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
     root = func.__name__ == "rms_norm"
     names = "input normalized_shape weight eps" if root else "input normalized_shape weight bias eps"
     x, shape, weight, *rest = named(args, kwargs, names)
-    x = as_global(x)
+    x = laid(x)
     own_dims(func, x, args, kwargs)
     n = 1 if isinstance(shape, int) else len(tuple(shape))
     target = layout_of_dims(x._layout.shape[-n:], dims_of(x)[-n:])
@@ -84,7 +93,7 @@ def _over(p: Any, target: Any) -> Any:
 @handles("group_norm")
 def _group_norm(func: Any, args: Any, kwargs: Any) -> Any:
     x, groups, weight, bias, eps = named(args, kwargs, "input num_groups weight bias eps")
-    x = as_global(x)
+    x = laid(x)
     own_dims(func, x, args, kwargs)
     weight, bias = (channels(x, p, 1) for p in (weight, bias))
     y = functions.group_norm(x._block, groups, weight, bias, or_default(eps, 1e-5), spec=x._layout)
@@ -93,9 +102,9 @@ def _group_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handles("instance_norm")
 def _instance_norm(func: Any, args: Any, kwargs: Any) -> Any:
-    names = "input running_mean running_var weight bias use_input_stats momentum eps"
-    x, mean, _, weight, bias, own, _, eps = named(args, kwargs, names)
-    x = as_global(x)
+    x, mean, _, weight, bias = _of_norm(func is F.instance_norm, args, kwargs)
+    own, _, eps = named(args[5:], kwargs, "use_input_stats momentum eps")
+    x = laid(x)
     own_dims(func, x, args, kwargs)
     if mean is not None or own is False:
         raise unhandled(func, args, kwargs, "statistics of the input: track_running_stats=False")

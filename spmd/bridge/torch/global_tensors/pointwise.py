@@ -10,6 +10,7 @@ from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims, meeting_dims
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
+from spmd.bridge.torch.tensor_state import is_partitioned
 from spmd.mesh import here
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -24,7 +25,7 @@ POINTWISE = """
     logical_not logical_or logical_xor logit logsigmoid long lt masked_fill maximum minimum mish mul multiply nan_to_num
     ne neg negative nextafter not_equal ones_like polar positive pow rad2deg real reciprocal relu relu6 remainder
     resolve_conj round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square
-    sub subtract tan tanh tanhshrink threshold to trunc true_divide type type_as where xlogy zeros_like
+    sub subtract tan tanh tanhshrink threshold to trunc true_divide type where xlogy zeros_like
     full_like empty_like bool cpu cuda requires_grad_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
     __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__
     __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
@@ -40,24 +41,45 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
     written = first if _writes(name, kwargs) else kwargs.get("out")
-    if type(first) is GlobalTensor and len(args) == 1 and not any(True for _ in tensors_in((), kwargs)):
+    if (
+        type(first) is GlobalTensor
+        and len(args) == 1
+        and name != "where"
+        and not any(True for _ in tensors_in((), kwargs))
+    ):
         block = func(first._block, **kwargs)  # the usual case
         return first if written is first else _like(first, block)
+    if name == "where" and len(args) + len(kwargs) == 1:
+        raise unhandled(func, args, kwargs, "a condition and two values")
     operands = [as_global(x) for x in tensors_in(args, kwargs)]
     joined = [x for x in operands if isinstance(x, GlobalTensor)]
     if written is None:
         layout, groups = _meet(func, operands, joined, args, kwargs)
     else:  # what is written to stays as it lies
+        _refuse_parameter(func, written, args, kwargs)
         layout, groups = _of_target(written)
     part = lambda x: _part(x, layout, groups)
     block = func(*(_each(part, a) for a in args), **{k: _each(part, v) for k, v in kwargs.items()})
     return written if written is not None else result(block, layout, groups)
 
 
+@handles("type_as")
+def _of_type(func: Any, args: Any, kwargs: Any) -> Any:
+    x, other = args
+    return x.to(other.dtype)
+
+
 def _of_target(x: torch.Tensor) -> tuple[Any, Any]:
     if isinstance(x, GlobalTensor):
         return x._layout, x._groups
     return whole_layout(_size(x)), (1,) * len(_size(x))
+
+
+def _refuse_parameter(func: Any, written: Any, args: Any, kwargs: Any) -> None:
+    if is_partitioned(written) and not isinstance(written, GlobalTensor):
+        raise unhandled(
+            func, args, kwargs, "a global tensor or a whole to write to, in place of a parameter: y = y + x"
+        )
 
 
 def _like(x: GlobalTensor, block: Any) -> Any:
@@ -144,14 +166,14 @@ HANDLERS |= {
     if hasattr(getattr(torch.Tensor, name, None), "__get__")
 }
 HANDLERS |= dict.fromkeys(
-    functions_named("size dim numel nelement element_size is_floating_point is_complex ndimension is_signed"),
+    functions_named("size dim numel nelement element_size is_floating_point is_complex ndimension is_signed __len__"),
     _of_wrapper,
 )
 HANDLERS |= {
     getattr(torch.Tensor, name).__get__: _of_block
     for name in "requires_grad grad_fn is_leaf _version output_nr".split()
 }
-HANDLERS |= dict.fromkeys(functions_named("retain_grad register_hook requires_grad_"), _of_block)
+HANDLERS |= dict.fromkeys(functions_named("retain_grad"), _of_block)
 HANDLERS |= {torch.Tensor.data.__get__: _detached}  # type: ignore[attr-defined]
 
 
@@ -169,6 +191,12 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 HANDLERS |= {torch.Tensor.grad.__get__: _gradient}  # type: ignore[attr-defined]
 
 
+@handles("is_contiguous")
+def _contiguous(func: Any, args: Any, kwargs: Any) -> bool:
+    """Views of global tensors take any shape that its blocks can, on all workers alike."""
+    return True
+
+
 @handles("view_as_complex")
 def _as_complex(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
@@ -182,7 +210,9 @@ def _as_complex(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_real(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     _refuse_joined(x, "torch.view_as_real")
-    return result(func(x._block), layout_of_dims((*x._layout.shape, 2), [*dims_of(x), WHOLE]))
+    block: Any = x._block  # a view of an empty block would refuse cotangents with other strides
+    parts = func(block) if block.numel() else torch.stack([block.real, block.imag], -1)
+    return result(parts, layout_of_dims((*x._layout.shape, 2), [*dims_of(x), WHOLE]))
 
 
 @handles("new_zeros new_ones new_empty new_full new_tensor")

@@ -96,6 +96,8 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     x, name = args[0], func.__name__
     if len(args) > 1 and isinstance(args[1], bool):  # the older signature: unbiased
         args, kwargs = (x, *args[2:]), {**kwargs, "correction": int(args[1])}
+    if len(args) > 2 and isinstance(args[2], bool):
+        args, kwargs = (*args[:2], *args[3:]), {**kwargs, "correction": int(args[2])}
     over, keepdim, options = _dimensions(args, kwargs, 1)
     x, _ = _separate(func, x, over, args, kwargs)
     over = _normal_dims(over, x.ndim)
@@ -113,12 +115,15 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     p = argument(args, kwargs, 1, "p", kwargs.get("ord"))
+    of_matrix = func.__name__ == "linalg_norm" and p not in (None, "fro")
     p = 2 if p in (None, "fro") else p
     over, keepdim, options = _dimensions(args, {k: v for k, v in kwargs.items() if k not in ("p", "ord")}, 2)
     if p not in (0, 1, 2, math.inf) or any(v is not None for v in options.values()):
         raise unhandled(func, args, kwargs, "p = 0, 1, 2 or infinity, in the dtype of the tensor")
     x, _ = _separate(func, x, over, args, kwargs)
     over, size = _normal_dims(over, x.ndim), x.abs()
+    if of_matrix and len(over) == 2:
+        raise unhandled(func, args, kwargs, "torch.linalg.vector_norm, or the norm of Frobenius of matrices")
     if p == math.inf:
         return size.amax(over, keepdim)
     if p == 0:
@@ -189,4 +194,4 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
     x = x if dtype is None else x.to(dtype)
     shifted = x - x.detach().amax(d, True)
     log = shifted - shifted.exp().sum(d, True).log()
-    return log if func.__name__ == "log_softmax" else log.exp()
+    return log if func.__name__.endswith("log_softmax") else log.exp()

@@ -48,6 +48,8 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     handler = HANDLERS.get(func)
     if handler is None:
         raise unhandled(func, args, kwargs)
+    if not args and "input" in kwargs:
+        args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
     return handler(func, args, kwargs)
 
 

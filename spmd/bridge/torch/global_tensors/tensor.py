@@ -7,6 +7,7 @@ result whose layout splits nothing is a plain tensor, the same on all workers.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,6 +101,9 @@ class GlobalTensor(torch.Tensor):
         """The whole, on every worker. Collective. Gradient: each worker's part of the cotangent."""
         inner = relaid(self._block, self._layout, whole_layout(self._layout.shape))
         return inner.reshape(_joined(self._layout.shape, self._groups))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return GlobalTensor(copy.deepcopy(self._block, memo), self._layout, self._groups)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         lies = f"spec={self._layout.spec}" if self._layout.spec is not None else f"layout={self._layout}"

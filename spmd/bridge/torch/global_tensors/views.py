@@ -33,6 +33,16 @@ def own_dims(func: Any, x: GlobalTensor, args: Any, kwargs: Any) -> list[Dim]:
     return dims_of(x)
 
 
+def gathered(func: Any, x: GlobalTensor, over: Sequence[int], args: Any, kwargs: Any) -> tuple[GlobalTensor, list[Dim]]:
+    """x with some dimensions whole on every worker, as short ones have to be, and how its dimensions lie."""
+    dims, shape = own_dims(func, x, args, kwargs), x._layout.shape
+    if not any(dims[d].names for d in over):
+        return x, dims
+    dims = [WHOLE if d in over else dim for d, dim in enumerate(dims)]
+    target = layout_of_dims(shape, dims)
+    return GlobalTensor(relaid(x._block, x._layout, target), target), dims
+
+
 def normal(d: int, ndim: int) -> int:
     if not -ndim <= d < ndim:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
@@ -74,7 +84,7 @@ def _turned(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handles("movedim moveaxis")
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:
-    x, source, target = (*args, *kwargs.values())
+    x, source, target = args[0], argument(args, kwargs, 1, "source"), argument(args, kwargs, 2, "destination")
     source, target = ([s] if isinstance(s, int) else list(s) for s in (source, target))
     source, target = ([normal(d, x.ndim) for d in s] for s in (source, target))
     rest = iter(d for d in range(x.ndim) if d not in source)
@@ -108,12 +118,14 @@ def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
 @handles("squeeze")
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x, *where = (*args, *kwargs.values())
-    dims, shape = own_dims(func, x, args, kwargs), x._layout.shape
+    own_dims(func, x, args, kwargs)
+    shape = x._layout.shape
     given = range(len(shape)) if not where else [where[0]] if isinstance(where[0], int) else where[0]
-    gone = [d for d in (normal(d, len(shape)) for d in given) if shape[d] == 1 and not dims[d].names]
+    gone = [d for d in (normal(d, len(shape)) for d in given) if shape[d] == 1]
+    x, dims = gathered(func, x, gone, args, kwargs)
     kept = [d for d in range(len(shape)) if d not in gone]
     block = x._block.squeeze(tuple(gone)) if gone else x._block
-    return GlobalTensor(block, layout_of_dims([shape[d] for d in kept], [dims[d] for d in kept]))
+    return result(block, layout_of_dims([shape[d] for d in kept], [dims[d] for d in kept]))
 
 
 @handles("expand expand_as broadcast_to")
@@ -122,14 +134,20 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     size = size or list(kwargs.values())
     if len(size) == 1 and not isinstance(size[0], int):
         size = size[0].shape if isinstance(size[0], torch.Tensor) else size[0]
-    dims, shape = own_dims(func, x, args, kwargs), x._layout.shape
-    first = len(size) - len(shape)
-    shape_, dims_ = [1] * first + list(shape), [WHOLE] * first + dims
+    x = as_global(x)
+    if not isinstance(x, GlobalTensor):
+        return x.expand(size)
+    first, shape = len(size) - x.ndim, list(x.shape)
+    if first < 0:
+        raise RuntimeError(f"the number of sizes provided ({len(size)}) must be at least that of dimensions ({x.ndim})")
+    longer = [d for d, n in enumerate(shape) if n == 1 and size[first + d] not in (1, -1)]
+    x, dims = gathered(func, x, longer, args, kwargs)
+    shape_, dims_ = [1] * first + shape, [WHOLE] * first + dims
     size = [n if m == -1 else m for n, m in zip(shape_, size, strict=True)]
-    if any(m != n and (n != 1 or dim.names) for n, m, dim in zip(shape_, size, dims_, strict=True)):
-        return x._block.expand(size)  # raises torch's error
+    if any(m != n != 1 for n, m in zip(shape_, size, strict=True)):
+        raise RuntimeError(f"the expanded size {list(size)} must match the existing size {shape}")  # as torch does
     layout = layout_of_dims(size, dims_)
-    return GlobalTensor(x._block.expand(layout.block_shape(here("a global tensor").index)), layout)
+    return result(x._block.expand(layout.block_shape(here("a global tensor").index)), layout)
 
 
 # Dimensions split and joined
@@ -141,6 +159,9 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     name = func.__name__
     if name == "view" and isinstance(argument(args, kwargs, 1, "dtype"), torch.dtype):
         raise unhandled(func, args, kwargs)
+    x = as_global(x)
+    if not isinstance(x, GlobalTensor):
+        return x.reshape(args[1].shape)
     return reshaped(func, x, _new_shape(name, x, args, kwargs), args, kwargs)
 
 
@@ -292,7 +313,7 @@ def _parts(func: Any, args: Any, kwargs: Any) -> Any:
         length = 1 if name == "select" else argument(args, kwargs, 3, "length")
         start = int(start) % x.shape[d] if start < 0 else int(start)
         part = sliced(func, x, d, start, start + length, args, kwargs)
-        return _squeeze(torch.squeeze, (part, d), {}) if name == "select" else part
+        return _dropped(part, d) if name == "select" else part
     if name == "unbind":
         d = normal(argument(args, kwargs, 1, "dim", 0), ndim)
         parts = [sliced(func, x, d, k, k + 1, args, kwargs) for k in range(x.shape[d])]
@@ -377,7 +398,9 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         missing = x.ndim - sum(i is not None and i is not ... for i in index)
         index[at : at + 1] = [slice(None)] * missing
     d = 0
-    for i in index:
+    for k, i in enumerate(index):
+        if not isinstance(x, GlobalTensor):  # what split it is gone
+            return x[(slice(None),) * d + tuple(index[k:])]
         if i is None:
             x = _unsqueeze(torch.unsqueeze, (x, d), {})
             d += 1
