@@ -13,7 +13,7 @@ from torch import nn
 
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.layouts import LayoutLike
-from spmd.bridge.torch.plans.styles import Style, laid_out
+from spmd.bridge.torch.plans.styles import Style, keep_ties, laid_out
 from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.layout import P
@@ -58,6 +58,7 @@ def parallelize(
         style = next((s for pattern, s in plan.items() if _matches(pattern, name)), None)
         if style is not None:
             style(inner, name)
+    keep_ties(net)
     _Call(in_specs, out_specs).attach(net)
     return net
 
@@ -154,6 +155,8 @@ class _Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self._spmd_call.arguments(args)
+        for x in kwargs.values():
+            self._spmd_call._check_whole(x)
         try:
             y = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except LayoutError as error:

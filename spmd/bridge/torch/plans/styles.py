@@ -23,7 +23,7 @@ from spmd.functions.movement import relaid
 from spmd.layout import Layout, P
 from spmd.mesh import here
 
-__all__ = ["Style", "column", "heads", "row", "sequence", "spatial", "split_parameter", "vocab", "whole"]
+__all__ = ["Style", "column", "heads", "keep_ties", "row", "sequence", "spatial", "split_parameter", "vocab", "whole"]
 
 AxisName = str | Sequence[str]
 
@@ -209,6 +209,15 @@ def split_parameter(module: nn.Module, name: str, spec: P | Layout, unpacked: Se
     elif how != (spec, unpacked):
         raise _split_twice(name, module, spec)
     module._parameters[name] = made
+
+
+def keep_ties(net: nn.Module) -> None:
+    """Replace parameters that were split also in the modules, outside the plan, that share them."""
+    for module in net.modules():
+        for name, own in module._parameters.items():
+            made, _ = vars(own).get("_spmd_split", (None, None)) if own is not None else (None, None)
+            if made is not None:
+                module._parameters[name] = made
 
 
 def _split_twice(name: str, module: nn.Module, spec: Any) -> LayoutError:
