@@ -12,7 +12,7 @@ from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.lazy import LazyLayer
-from spmd.bridge.torch.tensor_state import local_data, plain
+from spmd.bridge.torch.tensor_state import plain
 from spmd.errors import SpecError, describe
 from spmd.functions.layouts import layout_of_operand
 from spmd.functions.norm_plans import params_of
@@ -124,15 +124,15 @@ class _BatchNorm(_Norm):
         if running is None:
             return y
         if training:
-            _update(self.running_mean, y[1][0])
-            _update(self.running_var, y[1][1])
+            _update(self.shard("running_mean"), y[1][0])
+            _update(self.shard("running_var"), y[1][1])
         return y[0]
 
 
-def _update(buffer: Any, new: torch.Tensor) -> None:
+def _update(block: torch.Tensor, new: torch.Tensor) -> None:
     """Write this worker's block of a buffer."""
     with torch.no_grad():
-        local_data(buffer).copy_(plain(new))
+        block.copy_(new) if torch.compiler.is_dynamo_compiling() else plain(block).copy_(plain(new))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -338,8 +338,8 @@ class _InstanceNorm(_Norm):
         options = {"training": training, "momentum": 0.0 if self.momentum is None else self.momentum, **given}
         y: Any = functions.instance_norm(x, weight, bias, self.eps, running=running, **options)
         if training:
-            _update(self.running_mean, y[1][0])
-            _update(self.running_var, y[1][1])
+            _update(self.shard("running_mean"), y[1][0])
+            _update(self.shard("running_var"), y[1][1])
         return y[0]
 
 

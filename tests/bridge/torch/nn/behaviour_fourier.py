@@ -24,7 +24,7 @@ def _layers() -> Iterator[Case]:
     for n in (1, 2, 3):
         options = {"in_channels": 2, "out_channels": 4, "modes": 2}
         specs = {"w_spec": P(None, "model")}
-        shape = (2, 2, 4, 3, 4)[: n + 1] + (4,)
+        shape = (*(2, 2, 4, 3)[: n + 1], 4)
         yield Case(f"SpectralConv{n}d", options, specs, [shape], [P()], ROWS, AXES, whole=whole_fourier)
 
 

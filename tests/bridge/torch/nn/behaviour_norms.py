@@ -9,6 +9,8 @@ from tests.bridge.torch.nn.module_cases import Case
 
 AXES = {"model": 3}
 CHANNELS, ROWS = P(None, "model"), P(None, None, "model")
+OF_ROWS = {"spec": CHANNELS, "w_spec": P("model")}
+GROUPS = {"num_groups": 2, "num_channels": 6}
 SHAPE = (3, 5, 4, 2, 2)
 
 
