@@ -57,7 +57,7 @@ class ShardedModule(nn.Module):
 
     _split: frozenset[str] = frozenset()
     """The names of the parameters that are split into blocks."""
-    _packed: frozenset[str] = frozenset()
+    _packed_names: frozenset[str] = frozenset()
     """Of these, those whose layout splits another shape than theirs."""
 
     def register_shard(
@@ -111,7 +111,7 @@ class ShardedModule(nn.Module):
         block = Parameter(whole, layout, unpacked=unpacked).detach()
         if layout.varying:
             self._split, data = self._split | {name}, block.to(device, dtype)
-            self._packed = self._packed | {name} if layout.shape != shape else self._packed - {name}
+            self._packed_names = self._packed_names | {name} if layout.shape != shape else self._packed_names - {name}
         else:
             self._split, data = self._split - {name}, plain(block.packed_block().to(device, dtype)).view(shape)
         self.register_parameter(name, nn.Parameter(data, requires_grad))
@@ -127,7 +127,7 @@ class ShardedModule(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             if name not in self._split:
                 return value
-            return value.packed_block() if name in self._packed else value.block()
+            return value.packed_block() if name in self._packed_names else value.block()
         if is_partitioned(value):
             is_packed = tuple(value.shape) != unwrapped(value).block_layout.shape
             return value.packed_block() if is_packed else value.block()

@@ -180,7 +180,7 @@ class Layer(ShardedModule):
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
-        for name in ("_specs", "_placed", "_split", "_packed", "_lies"):
+        for name in ("_specs", "_placed", "_split", "_packed_names", "_lies"):
             vars(module).pop(name, None)
         for name, layer in self._modules.items():
             if isinstance(layer, Layer):
