@@ -63,6 +63,10 @@ TAPS = spmd.functions.plan_resize(6, 9)
 UNEVEN = (2, 3, 7, 5)
 
 CASES: dict[str, list[Case]] = {
+    "adaptive_max_pool": [Case(lambda x: L.adaptive_max_pool(x, 3, True, spec=SPACE), [UNEVEN], [SPACE])],
+    "attention_with_weights": [
+        Case(lambda q, k, v: L.attention_with_weights(q, k, v), [(2, 4, 6, 3)] * 3, [ROWS] * 3, True)
+    ],
     "attention": [
         Case(lambda q, k, v: L.attention(q, k, v, causal=True), [(2, 4, 6, 3)] * 3, [ROWS] * 3, True),
         Case(
