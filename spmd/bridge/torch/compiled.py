@@ -43,6 +43,7 @@ __all__ = [
     "ticket_of",
     "token_of",
     "total_token",
+    "traced",
 ]
 
 # References in a graph: tokens for functions, tickets for bound operators.
@@ -182,10 +183,10 @@ def compilable(function: Callable) -> Callable:
 def _in_graph(x: torch.Tensor, name: str, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
     """A function of one linear operator, traced."""
     positional, named = tuple(frozen(a) for a in args), tuple((k, frozen(a)) for k, a in kwargs.items())
-    return _traced(x, _constant_token(name, positional, named))
+    return traced(x, _constant_token(name, positional, named))
 
 
-def _traced(x: torch.Tensor, token: str) -> torch.Tensor:
+def traced(x: torch.Tensor, token: str) -> torch.Tensor:
     if _constant_differs_by_worker(token):
         assert COMPILE_GUARD.name  # read, so that it is guarded
     return torch.ops.spmd.apply(x, token)[0]
@@ -292,7 +293,7 @@ def _dims(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
 
 
 def _sum_of(part_of: str, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
-    return _traced(x, _constant_token("psum", (frozen(names),), (), part_of))
+    return traced(x, _constant_token("psum", (frozen(names),), (), part_of))
 
 
 def _sum_traced(x: torch.Tensor, axis_name: Any, axis: Any = None) -> torch.Tensor:
@@ -384,7 +385,7 @@ class OperatorFunction:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
             refuse_states(x)
-            return _traced(x, self.token)
+            return traced(x, self.token)
         y = self.op(x)
         worker = WORKER.get()
         if worker is not None and isinstance(y, torch.Tensor) and not worker.tracked:

@@ -57,6 +57,8 @@ class ShardedModule(nn.Module):
 
     _split: frozenset[str] = frozenset()
     """The names of the parameters that are split into blocks."""
+    _packed_names: frozenset[str] = frozenset()
+    """Of these, those whose layout splits another shape than theirs."""
 
     def register_shard(
         self,
@@ -109,6 +111,7 @@ class ShardedModule(nn.Module):
         block = Parameter(whole, layout, unpacked=unpacked).detach()
         if layout.varying:
             self._split, data = self._split | {name}, block.to(device, dtype)
+            self._packed_names = self._packed_names | {name} if layout.shape != shape else self._packed_names - {name}
         else:
             self._split, data = self._split - {name}, plain(block.packed_block().to(device, dtype)).view(shape)
         self.register_parameter(name, nn.Parameter(data, requires_grad))
@@ -122,7 +125,9 @@ class ShardedModule(nn.Module):
         """The block of a parameter for forward: its `block()`, or `packed_block()`."""
         value = getattr(self, name)
         if torch.compiler.is_dynamo_compiling():
-            return value.block() if name in self._split else value
+            if name not in self._split:
+                return value
+            return value.packed_block() if name in self._packed_names else value.block()
         if is_partitioned(value):
             is_packed = tuple(value.shape) != unwrapped(value).block_layout.shape
             return value.packed_block() if is_packed else value.block()

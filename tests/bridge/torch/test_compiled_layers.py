@@ -1,8 +1,7 @@
-"""Compiled layers give what they give when they are not: every function of `spt.functions` and layer of `spt.nn`."""
+"""Compiled layers give what they give when they are not: every function of `spt.functions`."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ torch = pytest.importorskip("torch")
 from launch import ROOT, launch, mpiexec  # noqa: E402
 
 import spmd  # noqa: E402
-from spmd import Grid, Layout, P  # noqa: E402
+from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.errors import StateError  # noqa: E402
 from spmd.mesh import Mesh  # noqa: E402
@@ -64,6 +63,10 @@ TAPS = spmd.functions.plan_resize(6, 9)
 UNEVEN = (2, 3, 7, 5)
 
 CASES: dict[str, list[Case]] = {
+    "adaptive_max_pool": [Case(lambda x: L.adaptive_max_pool(x, 3, True, spec=SPACE), [UNEVEN], [SPACE])],
+    "attention_with_weights": [
+        Case(lambda q, k, v: L.attention_with_weights(q, k, v), [(2, 4, 6, 3)] * 3, [ROWS] * 3, True)
+    ],
     "attention": [
         Case(lambda q, k, v: L.attention(q, k, v, causal=True), [(2, 4, 6, 3)] * 3, [ROWS] * 3, True),
         Case(
@@ -298,55 +301,6 @@ LATER = pytest.mark.full
 def test_compiled_is_eager(name, k, size):
     case = CASES[name][k]
     check(case if size > 1 else case._replace(traced=None), Mesh(x=size))
-
-
-# Modules
-
-SEQUENCE = P(None, "x")
-MODULES: dict[str, list[tuple[Callable[[], Any], Case]]] = {
-    "Linear": [
-        (lambda: spt.nn.Linear(7, 5), Case(torch.relu, [(4, 7)], [ROWS], True)),
-        (lambda: spt.nn.Linear(7, 5, w_spec=P("x")), Case(torch.relu, [(4, 7)], [WHOLE], True)),
-        (lambda: spt.nn.Linear(7, 5, False, w_spec=P(None, "x")), Case(torch.relu, [(4, 7)], [COLUMNS], True)),
-        (lambda: spt.nn.Linear(7, 5, w_spec=P("x"), spec=SEQUENCE), Case(torch.relu, [(2, 4, 7)], [SEQUENCE], True)),
-        (lambda: spt.nn.Linear(7, 5, w_spec=P("x"), spec=P("x")), Case(torch.relu, [(7, 7)], [ROWS])),
-        (
-            lambda: spt.nn.Linear(7, 5, spec=Grid((3, 1)), w_spec=Grid((1, 1)), out_spec=Grid((1, 1))),
-            Case(torch.relu, [(7, 7)], [Layout.grid((7, 7), (3, 1), {"x": 3})]),
-        ),
-    ],
-}
-
-
-def test_every_layer_has_a_case():
-    layers = {name for name in spt.nn.__all__ if inspect.isclass(getattr(spt.nn, name))} - {"Layer"}
-    assert layers <= set(MODULES)
-
-
-@pytest.mark.parametrize(
-    ("name", "k"), [pytest.param(n, k, id=f"{n}-{k}") for n, cases in MODULES.items() for k in range(len(cases))]
-)
-def test_compiled_modules_are_eager(name, k):
-    make, case = MODULES[name][k]
-    mesh, found = Mesh(x=3), {}
-
-    def body(x: Any) -> None:
-        layer = make().double()
-        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        runs = []
-        for module in (layer, fast, fast):
-            own = x.clone().requires_grad_()
-            y = module(own)
-            leaves = [own, *layer.parameters()]
-            grads = torch.autograd.grad((torch.sin(y) * y).sum(), leaves, allow_unused=True, materialize_grads=True)
-            runs.append([y.detach(), *(g.block() if isinstance(g, spt.PartitionedTensor) else g for g in grads)])
-        found[spmd.worker_index("x")] = runs
-
-    spt.map(body, tuple(case.specs), None, mesh=mesh, check=False)(*arrays(case, 3))
-    for eager, *compiled in found.values():
-        for values in compiled:
-            for a, b in zip(values, eager, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 # What stands around layers

@@ -251,6 +251,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "as_strided": lambda p: p.as_strided((2,), (1,)),
     "data_ptr": lambda p: torch.tensor(float(p.data_ptr() == 0)),
     "complex": lambda p: torch.view_as_real(torch.complex(p, p)).sum(),
+    "product of complex": lambda p: (torch.complex(p, 2 * p) * torch.complex(3 * p, p).conj()).sum().imag,
     "abs of complex": lambda p: torch.complex(p, 2 * p).abs().sum(),
     "norm of complex": lambda p: torch.complex(p, 2 * p).norm(),
     "view dtype": lambda p: p.detach().view(torch.int64).sum(),

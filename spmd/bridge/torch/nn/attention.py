@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules import linear
 
 from spmd.bridge.torch import functions
 from spmd.bridge.torch.dropout import drawn_key
@@ -29,8 +29,8 @@ _SEQUENCES = ("in_proj_weight", "in_proj_bias")
 """The parameters that have the rows of queries, keys and values one after another."""
 
 
-class OutProjection(Linear, NonDynamicallyQuantizableLinear):
-    """The last projection of an attention."""
+class NonDynamicallyQuantizableLinear(Linear, linear.NonDynamicallyQuantizableLinear):
+    """The last projection of an attention, by the name that torch prints."""
 
 
 class MultiheadAttention(Layer, nn.MultiheadAttention):
@@ -127,7 +127,7 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             specs = {"spec": lies, "out_spec": self._ordered(self._given("out_spec"))}
         if self._heads:
             specs["w_spec"] = self._split_rows((self.embed_dim,))
-        return {"out_proj": (OutProjection, specs)}
+        return {"out_proj": (NonDynamicallyQuantizableLinear, specs)}
 
     @property
     def _is_split(self) -> bool:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmd import functions
+from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike, layout_for
-from spmd.bridge.torch.nn.layer import lifted
-from spmd.bridge.torch.nn.spatial import SpatialLayer, uncompiled
+from spmd.bridge.torch.nn.spatial import SpatialLayer
 from spmd.functions.convolution_plans import bias_layout
 from spmd.global_ops.call import names_of
 from spmd.layout import P
@@ -57,7 +56,7 @@ class Convolution(SpatialLayer):
         return self.in_channels
 
     def _applied(self, function: Any, input: torch.Tensor, **options: Any) -> torch.Tensor:
-        w_spec, weight, bias = lifted(self.shard_layout("weight")), self.shard("weight"), self._block("bias")
+        w_spec, weight, bias = self._layout_of_parameter("weight"), self.shard("weight"), self._block("bias")
         return self._on_batch(function, input, weight, bias, groups=self.groups, w_spec=w_spec, **options)
 
 
@@ -107,7 +106,6 @@ class _Conv(Convolution):
         torch_init(in_channels, out_channels, kernel_size, *options, "meta", dtype)
         self._place(device, generator, spec=spec, w_spec=w_spec, out_spec=out_spec, in_size=in_size)
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         conv: Any = self
         options = {"stride": tuple(conv.stride), "padding": _padding_of(conv), "dilation": tuple(conv.dilation)}
@@ -172,7 +170,6 @@ class _ConvTranspose(Convolution):
         torch_init(in_channels, out_channels, kernel_size, *options, "meta", dtype)
         self._place(device, generator, spec=spec, w_spec=w_spec, out_spec=out_spec, in_size=in_size)
 
-    @uncompiled
     def forward(self, input: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
         conv: Any = self
         options = {"stride": tuple(conv.stride), "padding": tuple(conv.padding), "dilation": tuple(conv.dilation)}

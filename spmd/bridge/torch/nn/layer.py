@@ -37,8 +37,8 @@ class Layer(ShardedModule):
     _spec_names: ClassVar[tuple[str, ...]] = ("spec",)
     """The arguments that say how something is split, in the order of the constructor."""
     _placed: bool = False
-    _lies: dict[str, P | Layout]
-    """How parameters and buffers lie, for functions of blocks."""
+    _lies: dict[str, tuple[P | Layout, Layout]]
+    """How parameters and buffers lie, for functions of blocks: as they were given, and over all axes of the mesh."""
 
     def _layouts(self) -> dict[str, LayoutLike]:
         """How parameters and buffers lie, by their names; those that are left out are whole on every worker."""
@@ -87,12 +87,17 @@ class Layer(ShardedModule):
             if own is not None:
                 self.register_shard(name, own, spec, requires_grad=own.requires_grad, unpacked=self._unpacked(name))
                 plain_spec = isinstance(spec, P) and self._unpacked(name) is None
-                self._lies[name] = spec if plain_spec else _for_functions(self.shard_layout(name))
+                self._note(name, spec if plain_spec else None)
             elif self._buffers.get(name) is not None:
                 self._split_buffer(name, spec)
-                self._lies[name] = spec if isinstance(spec, P) else _for_functions(self.shard_layout(name))
+                self._note(name, spec if isinstance(spec, P) else None)
         for name, (layer, specs) in self._layers().items():
             self._modules[name] = layer.from_torch(self.get_submodule(name), **specs)
+
+    def _note(self, name: str, spec: P | None) -> None:
+        """Keep how a parameter lies where compiled functions read it."""
+        layout = self.shard_layout(name)
+        self._lies[name] = _for_functions(layout) if spec is None else spec, lifted(layout)
 
     def _split_buffer(self, name: str, spec: LayoutLike) -> None:
         persistent = name not in self._non_persistent_buffers_set
@@ -175,7 +180,7 @@ class Layer(ShardedModule):
             return _leaf(data, own)
 
         module = _copied(self, self.torch_class(), value)
-        for name in ("_specs", "_placed", "_split", "_lies"):
+        for name in ("_specs", "_placed", "_split", "_packed_names", "_lies"):
             vars(module).pop(name, None)
         for name, layer in self._modules.items():
             if isinstance(layer, Layer):
@@ -192,11 +197,11 @@ class Layer(ShardedModule):
 
     def _of_parameter(self, name: str) -> P | Layout:
         """How a parameter lies, for a function of blocks."""
-        return self._lies.get(name, _WHOLE)
+        return self._lies[name][0] if name in self._lies else _WHOLE
 
     def _layout_of_parameter(self, name: str) -> Layout:
         """How a parameter lies, over all axes of the mesh: functions then exchange no lengths."""
-        return _over_mesh(self.shard_layout(name), here("spt.nn").mesh.sides)
+        return self._lies[name][1]
 
     def _block(self, name: str) -> torch.Tensor | None:
         """This worker's block of a parameter, None where the layer has none."""
@@ -204,11 +209,6 @@ class Layer(ShardedModule):
 
 
 _WHOLE = P()
-
-
-@lru_cache(maxsize=1024)
-def _over_mesh(layout: Layout, axes: tuple[tuple[str, int], ...]) -> Layout:
-    return layout if layout.spec is None else Layout(layout.shape, layout.spec, dict(axes), layout.cuts)
 
 
 def _for_functions(layout: Layout) -> P | Layout:

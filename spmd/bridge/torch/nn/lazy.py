@@ -78,7 +78,7 @@ class LazyLayer(_Mixin, _Base):
         for name, own in lazy.items():
             if name in layer._parameters:
                 layer._parameters[name].requires_grad_(own.requires_grad)
-        for name in ("_parameters", "_buffers", "_specs", "_placed", "_split", "_lies", self._learnt):
+        for name in ("_parameters", "_buffers", "_specs", "_placed", "_split", "_packed_names", "_lies", self._learnt):
             if name in vars(layer):
                 self.__dict__[name] = vars(layer)[name]
 

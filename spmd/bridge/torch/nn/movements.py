@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd.bridge.torch.compiled import compilable, token_of
+from spmd.bridge.torch.compiled import compilable, token_of, traced
 from spmd.bridge.torch.layouts import (
     LayoutLike,
     Shape,
@@ -70,7 +70,7 @@ class _Movement(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_dynamo_compiling():
-            return torch.ops.spmd.apply(x, self._token)[0]
+            return traced(x, self._token)
         return self._move(x)
 
     def _move(self, x: Any) -> Any:

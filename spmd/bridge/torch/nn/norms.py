@@ -12,7 +12,7 @@ from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.lazy import LazyLayer
-from spmd.bridge.torch.tensor_state import local_data, plain
+from spmd.bridge.torch.tensor_state import plain
 from spmd.errors import SpecError, describe
 from spmd.functions.layouts import layout_of_operand
 from spmd.functions.norm_plans import params_of
@@ -33,6 +33,9 @@ __all__ = [
     "LazyBatchNorm1d",
     "LazyBatchNorm2d",
     "LazyBatchNorm3d",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
     "RMSNorm",
     "SyncBatchNorm",
 ]
@@ -56,6 +59,10 @@ class _Norm(Layer):
         if isinstance(spec, P):
             return P(*(names or None for names in spec.dims[1:2]))
         return P() if spec is None else _like_dims(spec, (1,))
+
+    def _batch(self, x: torch.Tensor) -> torch.Tensor:
+        """x with a batch."""
+        return x
 
     def _given(self) -> dict[str, Any]:
         """spec and w_spec, for a function of blocks; nothing where nothing is split."""
@@ -117,15 +124,15 @@ class _BatchNorm(_Norm):
         if running is None:
             return y
         if training:
-            _update(self.running_mean, y[1][0])
-            _update(self.running_var, y[1][1])
+            _update(self.shard("running_mean"), y[1][0])
+            _update(self.shard("running_var"), y[1][1])
         return y[0]
 
 
-def _update(buffer: Any, new: torch.Tensor) -> None:
+def _update(block: torch.Tensor, new: torch.Tensor) -> None:
     """Write this worker's block of a buffer."""
     with torch.no_grad():
-        local_data(buffer).copy_(plain(new))
+        block.copy_(new) if torch.compiler.is_dynamo_compiling() else plain(block).copy_(plain(new))
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
@@ -202,10 +209,11 @@ class SyncBatchNorm(_BatchNorm, nn.SyncBatchNorm):
         return converted
 
 
-class _LazyBatchNorm(LazyLayer):
-    """What lazy batch norms have in common."""
+class _LazyNorm(LazyLayer):
+    """What lazy norms of channels have in common."""
 
     _learnt = "num_features"
+    _batch: Any
 
     @api_boundary
     def __init__(
@@ -228,25 +236,25 @@ class _LazyBatchNorm(LazyLayer):
         self._wait(device, dtype, generator=generator, **options)
 
     def _length_of(self, input: torch.Tensor) -> int:
-        return layout_of_operand(f"spt.nn.{self._class_name}", "spec", input, self._specs["spec"]).shape[1]
+        return layout_of_operand(f"spt.nn.{self._class_name}", "spec", self._batch(input), self._specs["spec"]).shape[1]
 
     def _length_in(self, shapes: dict[str, torch.Size]) -> int:
         return next((shapes[name][0] for name in _Norm._per_channel if name in shapes), 0)
 
 
-class LazyBatchNorm1d(_LazyBatchNorm, BatchNorm1d):
+class LazyBatchNorm1d(_LazyNorm, BatchNorm1d):
     """`BatchNorm1d` that takes the number of features from the first input. As `nn.LazyBatchNorm1d`."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(_LazyBatchNorm, BatchNorm2d):
+class LazyBatchNorm2d(_LazyNorm, BatchNorm2d):
     """`BatchNorm2d` that takes the number of features from the first input. As `nn.LazyBatchNorm2d`."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(_LazyBatchNorm, BatchNorm3d):
+class LazyBatchNorm3d(_LazyNorm, BatchNorm3d):
     """`BatchNorm3d` that takes the number of features from the first input. As `nn.LazyBatchNorm3d`."""
 
     cls_to_become = BatchNorm3d
@@ -309,9 +317,11 @@ class _InstanceNorm(_Norm):
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
-        if input.ndim == self._get_no_batch_dim():
-            return self._normalised(input[None])[0]
-        return self._normalised(input)
+        x = self._batch(input)
+        return self._normalised(x) if x is input else self._normalised(x)[0]
+
+    def _batch(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x[None] if x.ndim == self._get_no_batch_dim() else x
 
     def _normalised(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight, bias, given = self._block("weight"), self._block("bias"), self._given()
@@ -328,8 +338,8 @@ class _InstanceNorm(_Norm):
         options = {"training": training, "momentum": 0.0 if self.momentum is None else self.momentum, **given}
         y: Any = functions.instance_norm(x, weight, bias, self.eps, running=running, **options)
         if training:
-            _update(self.running_mean, y[1][0])
-            _update(self.running_var, y[1][1])
+            _update(self.shard("running_mean"), y[1][0])
+            _update(self.shard("running_var"), y[1][1])
         return y[0]
 
 
@@ -350,6 +360,24 @@ class InstanceNorm2d(_InstanceNorm, nn.InstanceNorm2d):
 
 class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
     """`nn.InstanceNorm3d`, of which batch, channels and places may be split: see `InstanceNorm1d`."""
+
+
+class LazyInstanceNorm1d(_LazyNorm, InstanceNorm1d):
+    """`InstanceNorm1d` that takes the number of features from the first input. As `nn.LazyInstanceNorm1d`."""
+
+    cls_to_become = InstanceNorm1d
+
+
+class LazyInstanceNorm2d(_LazyNorm, InstanceNorm2d):
+    """`InstanceNorm2d` that takes the number of features from the first input. As `nn.LazyInstanceNorm2d`."""
+
+    cls_to_become = InstanceNorm2d
+
+
+class LazyInstanceNorm3d(_LazyNorm, InstanceNorm3d):
+    """`InstanceNorm3d` that takes the number of features from the first input. As `nn.LazyInstanceNorm3d`."""
+
+    cls_to_become = InstanceNorm3d
 
 
 # Rows

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from spmd import functions
+from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
-from spmd.bridge.torch.nn.spatial import SpatialLayer, uncompiled
+from spmd.bridge.torch.nn.spatial import SpatialLayer
 from spmd.tracebacks import api_boundary
 
 __all__ = [
@@ -61,7 +61,6 @@ class _Pad(SpatialLayer):
         torch_init(padding)
         self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         layer: Any = self
         ends = tuple(layer.padding)

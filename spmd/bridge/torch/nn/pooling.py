@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmd import functions
+from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
-from spmd.bridge.torch.nn.spatial import SpatialLayer, uncompiled
+from spmd.bridge.torch.nn.spatial import SpatialLayer
 from spmd.tracebacks import api_boundary
 
 __all__ = [
@@ -63,7 +63,6 @@ class _MaxPool(SpatialLayer):
         torch_init(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
         self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> Any:
         pool: Any = self
         window = pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, pool.return_indices
@@ -113,7 +112,6 @@ class _AvgPool(SpatialLayer):
         torch_init(kernel_size, stride, padding, ceil_mode, count_include_pad, *divisor_override, **divisor)
         self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         pool: Any = self
         options = {"ceil_mode": pool.ceil_mode, "count_include_pad": pool.count_include_pad}
@@ -159,7 +157,6 @@ class _AdaptiveAvgPool(SpatialLayer):
         torch_init(output_size)
         self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         def means(x: torch.Tensor, *, shape: Any, **specs: Any) -> torch.Tensor:
             return functions.resize(x, size=size, method="area", in_shape=shape, **specs)
@@ -211,7 +208,6 @@ class _AdaptiveMaxPool(SpatialLayer):
         torch_init(output_size, return_indices)
         self._set_specs({"spec": spec, "out_spec": out_spec, "in_size": in_size})
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> Any:
         pool: Any = self
         return self._on_batch(functions.adaptive_max_pool, input, pool.output_size, pool.return_indices)

@@ -90,6 +90,11 @@ class _Layers(_Recurrent):
     def flatten_parameters(self) -> None:
         """Nothing: parameters are blocks, and no kernel of cuDNN takes them."""
 
+    def _init_flat_weights(self: Any) -> None:
+        """torch's list of the weights; without weak references, as of a tensor with one nothing can be parametrized."""
+        self._flat_weights = [getattr(self, name, None) for name in self._flat_weights_names]
+        self._flat_weight_refs = [None] * len(self._flat_weights)
+
     def _split_parameters(self: Any) -> None:
         super()._split_parameters()
         self._init_flat_weights()
@@ -281,10 +286,13 @@ class _Cell(_Recurrent):
             )
         batched = input.ndim == 2
         step = (lambda a: a[None]) if batched else (lambda a: a[None, None])
-        params = {f"{name}_l0": self.shard(name) for name, p in self._parameters.items() if p is not None}
+        names = [name for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh") if getattr(self, name) is not None]
+        params = {f"{name}_l0": self.shard(name) for name in names}
         spec = self._specs["spec"]
         spec = None if spec is None else P(None, *(names or None for names in spec.dims))
         _, state = self._run(step(input), None if hx is None else _each(step, hx), params, spec=spec)
+        if isinstance(self, nn.LSTMCell) and input.device.type == "cpu":  # there autocast leaves its state
+            state = _each(lambda h: h.to(input.dtype), state)
         return _each(lambda h: h[0] if batched else h[0, 0], state)
 
 

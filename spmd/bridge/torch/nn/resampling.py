@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmd import functions
+from spmd.bridge.torch import functions
 from spmd.bridge.torch.layouts import LayoutLike
-from spmd.bridge.torch.nn.spatial import SpatialLayer, uncompiled
+from spmd.bridge.torch.nn.spatial import SpatialLayer
 from spmd.errors import SpecError, describe
 from spmd.tracebacks import api_boundary
 
@@ -31,7 +31,6 @@ _METHODS = {
 class _Upsample(SpatialLayer):
     """What upsamplings have in common."""
 
-    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         def resized(x: torch.Tensor, *, shape: Any, **specs: Any) -> torch.Tensor:
             return functions.resize(x, method=method, in_shape=shape, **options, **specs)

@@ -15,10 +15,7 @@ from spmd.grid import Grid
 from spmd.layout import Layout, P
 from spmd.mesh import here
 
-__all__ = ["SpatialLayer", "uncompiled"]
-
-uncompiled: Any = torch.compiler.disable
-"""Compiled functions call these layers uncompiled, because the workers may have to exchange shapes."""
+__all__ = ["SpatialLayer"]
 
 
 class SpatialLayer(Layer):

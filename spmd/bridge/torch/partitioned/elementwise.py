@@ -177,9 +177,16 @@ handles(
     "softplus_backward leaky_relu_backward hardtanh_backward hardswish hardswish_ hardswish_backward "
     "hardsigmoid_backward "
     "hardshrink_backward softshrink_backward mish_backward log_sigmoid_forward log_sigmoid_backward "
-    "isreal _conj _neg_view resolve_conj resolve_neg absolute_ fix_ negative_ copysign_ signbit heaviside_ "
+    "isreal resolve_conj resolve_neg absolute_ fix_ negative_ copysign_ signbit heaviside_ "
     "nan_to_num_ where masked_fill sign_ softplus"
 )(_pointwise)
+
+
+@handles("_conj _neg_view")
+def _conjugated(func: Any, args: Any, _kwargs: dict[str, Any]) -> Any:
+    """Conjugates and negatives that torch would leave to the next operator, which does not see it of a block."""
+    x: Any = args[0]
+    return with_block(x, x._block.conj_physical() if func is torch.ops.aten._conj.default else -x._block, None, x.shape)
 
 
 def _listwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

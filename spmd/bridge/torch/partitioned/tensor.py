@@ -66,7 +66,7 @@ class PartitionedTensor(torch.Tensor):
         shape = placement.layout.shape if shape is None else shape
         with no_overrides():
             x: Any = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=block.dtype, device=block.device)
-        x._block = block
+        x._block = block.resolve_conj().resolve_neg() if block.is_conj() or block.is_neg() else block
         x._placement = placement
         x._state = INVARIANT
         return x

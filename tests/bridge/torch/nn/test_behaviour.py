@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.modules.lazy import LazyModuleMixin  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 
 import spmd  # noqa: E402
 from bridge.torch.nn.module_cases import Case, tensors  # noqa: E402
@@ -41,7 +42,14 @@ LAYERS = {
 }
 LAZY = {name for name in LAYERS if issubclass(getattr(spt.nn, name), LazyModuleMixin)}
 
-every_layer = pytest.mark.parametrize("case", [pytest.param(c, id=f"{c.name}-{k}") for k, c in enumerate(CASES)])
+NAMES = {c.name for c in CASES}
+LATER = {name for name in NAMES if name[-2:] in ("1d", "3d") and f"{name[:-2]}2d" in NAMES}
+"""Of classes that differ by their dimensions alone, those of two are in the ordinary run."""
+
+every_layer = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=f"{c.name}-{k}", marks=[pytest.mark.full] * (c.name in LATER)) for k, c in enumerate(CASES)],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +62,16 @@ def double():
     torch.set_default_dtype(outer)
 
 
-def in_body(case: Case, body: Callable, axes: dict[str, int] | None = None, check: bool = True, to: Any = None) -> Any:
-    """What a body returns of the blocks of the inputs, on each worker. to: a dtype of the inputs."""
+def in_body(case: Case, body: Callable, axes: dict[str, int] | None = None, change: Any = None) -> Any:
+    """What a body returns of the blocks of the inputs, on each worker. change: of the whole inputs."""
     result = {}
 
     def main(*blocks: Any) -> None:
         result[spmd.mesh.here("a test").index] = body(*blocks)
 
-    inputs = [x.to(to) if to is not None and x.is_floating_point() else x for x in tensors(case)]
+    inputs = [x if change is None else change(x) for x in tensors(case)]
     torch.manual_seed(3)
-    spt.map(main, tuple(case.in_specs), None, mesh=spmd.Mesh(**(axes or case.axes)), check=check)(*inputs)
+    spt.map(main, tuple(case.in_specs), None, mesh=spmd.Mesh(**(axes or case.axes)))(*inputs)
     return [result[k] for k in sorted(result)]
 
 
@@ -84,18 +92,23 @@ def states(module: nn.Module) -> dict[str, Any]:
 
 
 def leaves(blocks: Any) -> list[torch.Tensor]:
-    return [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in blocks]
+    return [x.detach().clone().requires_grad_() if _has_gradients(x) else x for x in blocks]
+
+
+def _has_gradients(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
     """The sum of all entries of a tensor, on all workers."""
     total, varying = x.sum(), getattr(getattr(x, "state", None), "varying", ())
-    return spt.psum(total, tuple(varying)) if varying and not isinstance(x, spt.PartitionedTensor) else total
+    if varying and not isinstance(x, spt.PartitionedTensor):
+        total = spt.psum(total, tuple(varying))
+    return total.real + 2 * total.imag if total.is_complex() else total
 
 
 def outputs(layer: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    y = layer(*inputs)
-    return list(y) if isinstance(y, tuple) else [y]
+    return pytree.tree_leaves(layer(*inputs))
 
 
 def loss_of(results: list[torch.Tensor]) -> torch.Tensor:
@@ -106,7 +119,7 @@ def loss_of(results: list[torch.Tensor]) -> torch.Tensor:
 def penalty_of(gradients: Any, of: list[torch.Tensor]) -> torch.Tensor:
     """A number that weighs the entries of gradients by those of the tensors that they are of."""
     pairs = [(g, x.detach()) for g, x in zip(gradients, of, strict=True) if g is not None]
-    return sum((summed(g * g / 10 + g * x) for g, x in pairs), torch.zeros(()))
+    return sum((summed(g * g.conj() / 10 + g * x) for g, x in pairs), torch.zeros(()))
 
 
 def wanted(layer: nn.Module, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -158,10 +171,10 @@ def test_hooks_see_and_change_what_those_of_torch_do(case):
     def hooked(layer: nn.Module) -> nn.Module:
         def double_(m, args, *rest):
             calls.append(type(m).__name__)
-            return tuple(2 * x if x.is_floating_point() else x for x in args)
+            return tuple(2 * x if _has_gradients(x) else x for x in args)
 
         layer.register_forward_pre_hook(double_)
-        layer.register_forward_hook(lambda _, __, y: tuple(3 * t for t in y) if isinstance(y, tuple) else 3 * y)
+        layer.register_forward_hook(lambda _, __, y: pytree.tree_map(lambda t: 3 * t, y))
         return layer
 
     numbers(case, hooked)
@@ -207,20 +220,25 @@ def test_dtypes_change_as_those_of_torch(case, change):
         same(found, expected.state_dict())
 
 
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex64 if x.is_complex() else torch.float32) if _has_gradients(x) else x
+
+
 @every_layer
 def test_autocast_gives_the_dtypes_of_torch(case):
     def dtypes(layer: nn.Module, blocks: Any) -> list[Any]:
         inputs = leaves(blocks)
         with torch.autocast("cpu", torch.bfloat16):
-            results = outputs(layer.float(), inputs)
+            results = outputs(layer, inputs)
         leaf = wanted(layer, inputs)
-        loss = sum((summed(y.float()) for y in results), torch.zeros(()))
+        loss = sum((summed(y.float() if y.is_floating_point() else y) for y in results), torch.zeros(()))
         found = torch.autograd.grad(loss, leaf, allow_unused=True) if leaf and loss.requires_grad else ()
         return [y.dtype for y in results] + [None if g is None else g.dtype for g in found]
 
-    inputs = [x.float() if x.is_floating_point() else x for x in tensors(case)]
+    torch.set_default_dtype(torch.float32)
+    inputs = [narrow(x) for x in tensors(case)]
     expected = dtypes(theirs(case), inputs)
-    for found in in_body(case, lambda *blocks: dtypes(case.ours(), blocks), to=torch.float32):
+    for found in in_body(case, lambda *blocks: dtypes(case.ours(), blocks), change=narrow):
         assert found == expected
 
 
@@ -309,7 +327,7 @@ class Squared(nn.Module):
         return x.square() + x
 
     def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
-        return x.abs().sqrt()
+        return x.abs().sqrt().to(x.dtype)
 
 
 @every_layer
@@ -350,11 +368,13 @@ def test_strict_loading_has_the_messages_of_torch(case):
         wrong.append(good | {name: torch.ones(*value.shape, 2)})
 
     def message(layer: nn.Module, state: dict[str, Any]) -> str:
-        with pytest.raises(RuntimeError) as caught:
-            layer.load_state_dict(state)
-        return re.sub(r" A checkpoint has whole tensors\.", "", str(caught.value))
+        try:
+            return str(layer.load_state_dict(state))  # torch fills counters that old states lack
+        except RuntimeError as error:
+            return re.sub(r" A checkpoint has whole tensors\.", "", str(error))
 
     expected = [message(whole, state) for state in wrong]
+    assert expected[0].startswith("Error")
     for found in in_body(case, lambda *_: [message(case.ours(), state) for state in wrong]):
         assert found == expected
 
@@ -433,14 +453,16 @@ def test_lazy_layers_become_what_they_stand_for(case):
     given = {k: v for k, v in case.options.items() if k not in ("in_features", "in_channels", "num_features")}
     expected = getattr(nn, name)(**given)
     torch.manual_seed(3)
-    wholes = penalties(_filled(expected, tensors(case)), tensors(case))
+    whole = copy.deepcopy(_filled(expected, tensors(case)).state_dict())
+    wholes = penalties(expected, tensors(case))
 
     def body(*blocks: Any) -> Any:
         layer = getattr(spt.nn, name)(**given, **case.specs)
         assert layer.has_uninitialized_params()
         _filled(layer, blocks)
         assert type(layer) is getattr(spt.nn, case.name)
-        same(spt.state_dict(layer), expected.state_dict())
+        for own, value in spt.state_dict(layer).items():  # running statistics are sums in another order
+            torch.testing.assert_close(spt.block(value), whole[own], rtol=1e-12, atol=1e-12)
         return penalties(layer, blocks)
 
     for found in in_body(case, body):
