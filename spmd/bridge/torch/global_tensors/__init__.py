@@ -13,7 +13,7 @@ from spmd.bridge.torch.global_tensors import (  # noqa: F401
 )
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, global_tensor
-from spmd.bridge.torch.partitioned.registry import FUNCTIONS
+from spmd.bridge.torch.partitioned.registry import BESIDE_WHOLES, FUNCTIONS
 
 __all__ = ["GlobalTensor", "global_tensor"]
 
@@ -23,3 +23,5 @@ _LAYERS = """
     batch_norm layer_norm rms_norm group_norm instance_norm multi_head_attention_forward
 """
 FUNCTIONS |= {function: HANDLERS[function] for function in functions_named(_LAYERS)}
+_OPERATORS = {function for function in HANDLERS if function not in FUNCTIONS} | {*functions_named("matmul __matmul__")}
+BESIDE_WHOLES |= {function: HANDLERS[function] for function in _OPERATORS}

@@ -10,8 +10,9 @@ from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims, meeting_dims
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
-from spmd.bridge.torch.tensor_state import is_partitioned
+from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.mesh import here
+from spmd.operators.varying import varying
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -226,5 +227,6 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     dims = dims_of(x) if x._layout.spec is not None and len(x._groups) == len(x._layout.shape) else []
     taken = [d if n == m else WHOLE for d, n, m in zip(dims, x._layout.shape, size, strict=False)]
     layout = layout_of_dims(size, [*taken, *[WHOLE] * (len(size) - len(taken))])
-    block = func(x._block, layout.block_shape(here("a global tensor").index), *rest, **kwargs)
-    return result(block, layout)
+    block = func(plain(x._block), layout.block_shape(here("a global tensor").index), *rest, **kwargs)
+    names = tuple(n for n in layout.axes if n in layout.varying)
+    return result(varying(block, names) if names else block, layout)

@@ -28,6 +28,8 @@ from spmd.operators.reduce import psum
 
 __all__ = ["GlobalTensor", "global_tensor", "lifted", "result", "whole_layout"]
 
+_disabled = torch._C.DisableTorchFunctionSubclass
+
 
 class GlobalTensor(torch.Tensor):
     """A tensor of which each worker holds a block, in a body; functions of torch act on the whole.
@@ -57,8 +59,14 @@ class GlobalTensor(torch.Tensor):
         groups = (1,) * len(layout.shape) if groups is None else tuple(groups)
         with no_overrides():
             x: Any = torch.Tensor._make_wrapper_subclass(
-                cls, _joined(layout.shape, groups), dtype=block.dtype, device=block.device
+                cls,
+                _joined(layout.shape, groups),
+                dtype=block.dtype,
+                device=block.device,
+                requires_grad=block.requires_grad,
             )
+            if block.requires_grad:  # an autograd.Function would take the tensor without the history of its block
+                x.register_hook(_refuse_gradient)
         x._block, x._layout, x._groups = block, layout, groups
         return x
 
@@ -121,6 +129,9 @@ class GlobalTensor(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and Tensor in types:
             _check_wholes(func, args, kwargs or {})
+        for x in args:
+            if type(x) is GlobalTensor:
+                _check_history(func, x)
         return call(func, args, kwargs or {})
 
     @classmethod
@@ -131,6 +142,28 @@ class GlobalTensor(torch.Tensor):
             need="a function of torch that global tensors take",
             mend="x.block() is this worker's part, and x.whole() the whole, on every worker (collective)",
         )
+
+
+def _lost_history(where: str, x: Any) -> LayoutError:
+    return LayoutError.at(
+        where,
+        got=f"{describe(x)} that a torch.autograd.Function took or made: the history of blocks does not go through it",
+        need="functions of torch on global tensors, or a Function of blocks",
+        mend="torch.utils.checkpoint(..., use_reentrant=False); Function.apply(x.block()), and "
+        "spt.GlobalTensor.from_block of its result",
+    )
+
+
+def _refuse_gradient(g: Any) -> None:
+    raise _lost_history("the gradient of a global tensor", g)
+
+
+def _check_history(func: Callable, x: GlobalTensor) -> None:
+    """Raise for what a torch.autograd.Function made: its block has no history."""
+    with _disabled():
+        foreign = x.grad_fn is not None
+    if foreign:
+        raise _lost_history(f"torch's {getattr(func, '__name__', 'a function')}", x)
 
 
 def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:

@@ -11,6 +11,11 @@ from typing import Any
 
 import torch
 
+from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.functorch import current_level
+from spmd.bridge.torch.tensor_state import is_partitioned
+from spmd.mesh import WORKER
+
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
 
 OPERATORS: dict[str, Handler] = {}
@@ -19,6 +24,10 @@ tensors and on lists, and "" refuses what has no other handler."""
 
 FUNCTIONS: dict[Any, Handler] = {}
 """By the function; None handles all others."""
+
+BESIDE_WHOLES: dict[Any, Handler] = {}
+"""By the function, where a differentiated tensor that all workers have is an operand too: its cotangent has to become
+that of the whole again. The functions of global tensors."""
 
 _resolved: dict[Any, Handler] = {}
 _NO_ELEMENTWISE_LISTS = {"foreach_powsum"}
@@ -50,7 +59,16 @@ def handler_of(func: Any) -> Handler:
 
 def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch."""
+    if func in BESIDE_WHOLES and torch.is_grad_enabled() and _has_wholes(args, kwargs):
+        return BESIDE_WHOLES[func](func, args, kwargs)
     return (FUNCTIONS.get(func) or FUNCTIONS[None])(func, args, kwargs)
+
+
+def _has_wholes(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor of a body that every worker has is differentiated."""
+    if WORKER.get() is None or current_level() is not None or torch.compiler.is_compiling():
+        return False
+    return any(not is_partitioned(x) and x.requires_grad for x in tensors_in(args, kwargs))
 
 
 def _resolve(func: Any) -> Handler:
