@@ -227,6 +227,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     dims = dims_of(x) if x._layout.spec is not None and len(x._groups) == len(x._layout.shape) else []
     taken = [d if n == m else WHOLE for d, n, m in zip(dims, x._layout.shape, size, strict=False)]
     layout = layout_of_dims(size, [*taken, *[WHOLE] * (len(size) - len(taken))])
-    block = func(plain(x._block), layout.block_shape(here("a global tensor").index), *rest, **kwargs)
+    block: Any = func(plain(x._block), layout.block_shape(here("a global tensor").index), *rest, **kwargs)
     names = tuple(n for n in layout.axes if n in layout.varying)
-    return result(varying(block, names) if names else block, layout)
+    block = varying(block, names) if names else block
+    return result(block, layout)

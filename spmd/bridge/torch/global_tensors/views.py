@@ -249,21 +249,18 @@ def _regrouped(old: Piece, new: Sequence[int]) -> tuple[list[Dim], list[Piece]] 
 
     Gives how the old ones have to lie first, and for each new one the dimensions of the layout that it joins.
     """
-    dims = [dim for _, dim in old]
+    sizes, dims = [n for n, _ in old], [dim for _, dim in old]
     split = [k for k, dim in enumerate(dims) if dim.names]
-    if not split:
-        return dims, [[(n, WHOLE)] for n in new]
-    if [n for n, _ in old] == list(new):
+    pieces: list[Piece] = [[(n, WHOLE)] for n in new]
+    if not split or 0 in sizes:  # without entries it does not matter who has them
+        return [WHOLE] * len(old), pieces
+    if sizes == list(new):
         return dims, [[(n, dim)] for n, dim in zip(new, dims, strict=True)]
-    real = [k for k, n in enumerate(new) if n != 1]
-    if len(real) <= 1 and len([n for n, _ in old if n != 1]) > 1 or (not real and new):  # joined
-        at = real[0] if real else 0
-        pieces: list[Piece] = [[(n, WHOLE)] for n in new]
-        pieces[at] = _merged(old)
+    longer = [k for k, n in enumerate(new) if n != 1]
+    if len(longer) <= 1 and new and (not longer or sum(n != 1 for n in sizes) > 1):
+        pieces[longer[0] if longer else 0] = _merged(old)
         return dims, pieces
-    if len([n for n, _ in old if n != 1 or dims]) and split == [_first_real(old)] and len(split) == 1:
-        return _divided(old, new, split[0])
-    return None
+    return _divided(old, new, split[0]) if split == [_first_real(old)] else None
 
 
 def _first_real(old: Piece) -> int:
