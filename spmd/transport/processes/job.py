@@ -279,8 +279,16 @@ _OPEN_MPI_DELAY = 3
 
 def _speaks_pmix(mpi: Any) -> bool:
     """Whether MPI and the launcher of this job use PMIx, as those of Open MPI 5 do."""
-    library = ctypes.CDLL(mpi.__file__)
-    return hasattr(library, "PMIx_Abort") and bool(library.PMIx_Initialized())
+    library = _library_of(mpi)
+    return library is not None and hasattr(library, "PMIx_Abort") and bool(library.PMIx_Initialized())
+
+
+def _library_of(mpi: Any) -> ctypes.CDLL | None:
+    """The shared library that mpi4py.MPI is, where the names of MPI are found; None if it is none."""
+    try:
+        return ctypes.CDLL(mpi.__file__)
+    except OSError:
+        return None
 
 
 def _delay_aborts_of_open_mpi(mpi: Any) -> None:
@@ -290,8 +298,11 @@ def _delay_aborts_of_open_mpi(mpi: Any) -> None:
     as well. If a process ends by itself just when its daemon (prted) is about to kill it, the daemon may never record
     the end, and mpirun waits forever. While it waits, the daemon kills it.
     """
+    library = _library_of(mpi)
+    if library is None:
+        return
     with suppress(ValueError):  # MPI libraries other than Open MPI have no such variable
-        delay = ctypes.c_int.in_dll(ctypes.CDLL(mpi.__file__), "opal_abort_delay")
+        delay = ctypes.c_int.in_dll(library, "opal_abort_delay")
         if delay.value == 0 and _speaks_pmix(mpi):
             delay.value = _OPEN_MPI_DELAY
 
