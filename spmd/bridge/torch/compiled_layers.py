@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 import spmd.bridge.torch.compiled_calls  # noqa: F401 (how operators are applied within layers)
 from spmd import functions
@@ -57,9 +58,14 @@ def compilable_layer(name: str) -> Callable:
     def compiled_or_not(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _in_graph(name, args, kwargs)
-        return call(*args, **kwargs)
+        return _uncompiled(call)(*args, **kwargs)
 
     return compiled_or_not
+
+
+def _uncompiled(function: Callable) -> Callable:
+    """A function whose frames the compiler leaves alone, also where a compiled caller has come back to Python."""
+    return function if get_eval_frame_callback() is None else torch.compiler.disable(function)
 
 
 # What torch.compile traces
@@ -156,7 +162,7 @@ def _layer(xs: Sequence[torch.Tensor], token: str) -> list[torch.Tensor]:
     if worker is not None and worker.tracked:
         raise StateError(STATE_IN_COMPILED)
     if not any(map(is_traced, xs)):
-        return _called(token, xs)
+        return _uncompiled(_called)(token, xs)
     recorded = torch.is_grad_enabled()
     call = (token, recorded, *_autocast(), *((x.dtype, x.requires_grad, tuple(map(str, x.shape))) for x in xs))
     if call not in _opaque_calls:
