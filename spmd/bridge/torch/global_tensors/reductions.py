@@ -10,7 +10,7 @@ import torch
 
 from spmd import functions
 from spmd.bridge.torch.call_arguments import argument
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.global_tensors.views import normal, own_dims
@@ -133,11 +133,38 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 # Functions along dimensions
 
-_POSITION = {"norm": 2, "renorm": 2, "softmax": 1, "log_softmax": 1, "kthvalue": 2, "topk": 2, "quantile": 2}
+_POSITION = {"kthvalue": 2, "topk": 2, "roll": 2, "normalize": 2}
+"""Where the dimension stands among the arguments, if not second."""
+_LAST = {"topk", "sort", "argsort", "glu", "kthvalue"}
+"""Functions along the last dimension, if none is given."""
+
+
+@handles("diff")
+def _differences(func: Any, args: Any, kwargs: Any) -> Any:
+    x, n, d, before, after = (argument(args, kwargs, k, name) for k, name in enumerate(_DIFF))
+    d = normal(-1 if d is None else d, x.ndim)
+    x = as_global(torch.cat([a for a in (before, x, after) if a is not None], d))
+    for _ in range(1 if n is None else n):
+        x = x.narrow(d, 1, x.shape[d] - 1) - x.narrow(d, 0, x.shape[d] - 1) if x.shape[d] else x
+    return x
+
+
+_DIFF = "input", "n", "dim", "prepend", "append"
+
+
+@handles("flip")
+def _flip(func: Any, args: Any, kwargs: Any) -> Any:
+    x, *given = args
+    over = kwargs.get("dims", given[0] if len(given) == 1 else given)
+    dims = own_dims(func, x, args, kwargs)
+    over = [normal(d, len(dims)) for d in ([over] if isinstance(over, int) else over)]
+    if _axes(dims, over):
+        raise unhandled(func, args, kwargs, f"dimensions {over} whole on each worker")
+    return GlobalTensor(x._block.flip(over), x._layout)
 
 
 @handles(
-    "cumsum cumprod cummax cummin logcumsumexp argmax argmin sort argsort topk kthvalue median mode flip diff prod "
+    "cumsum cumprod cummax cummin logcumsumexp argmax argmin sort argsort topk kthvalue median mode prod "
     "roll softmin glu normalize logsumexp"
 )
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
@@ -148,10 +175,10 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         over = argument(args, kwargs, 1, "dim")
         return _logsumexp(x, dims, over, bool(argument(args, kwargs, 2, "keepdim", False)))
     over = argument(args, kwargs, _POSITION.get(name, 1), "dim", kwargs.get("dims"))
-    if name in ("roll",):
-        over = argument(args, kwargs, 2, "dims")
-    if name in ("topk", "sort", "argsort", "glu", "diff") and over is None:
+    if over is None and name in _LAST:
         over = -1
+    if over is None and name == "normalize":
+        over = 1
     if over is None:
         raise unhandled(func, args, kwargs, "a dimension that is whole on each worker")
     over = [normal(d, len(shape)) for d in ([over] if isinstance(over, int) else over)]
