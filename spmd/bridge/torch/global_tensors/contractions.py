@@ -114,9 +114,7 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _operands(func: Any, tensors: Sequence[Any], args: Any, kwargs: Any) -> list[Any]:
     made = [as_global(x) for x in tensors]
-    if any(
-        isinstance(x, GlobalTensor) and (x._layout.spec is None or len(x._groups) != len(x._layout.shape)) for x in made
-    ):
+    if any(isinstance(x, GlobalTensor) and not x.is_separate for x in made):
         raise unhandled(func, args, kwargs, "layouts by specs, in which each dimension is split by itself")
     return made
 

@@ -30,7 +30,7 @@ def _cotangent(func: Any, y: Any, cotangent: Any, args: Any, kwargs: Any) -> Any
         raise unhandled(func, args, kwargs, f"a cotangent of shape {list(y.shape)}, or the gradient of a number")
     if isinstance(cotangent, GlobalTensor) and (cotangent._layout, cotangent._groups) == (y._layout, y._groups):
         return cotangent._block
-    if y._layout.spec is None or len(y._groups) != len(y._layout.shape):
+    if not y.is_separate:
         raise unhandled(func, args, kwargs, "a cotangent that lies as the tensor")
     return block_in(cotangent, y._layout.shape, y._layout)
 

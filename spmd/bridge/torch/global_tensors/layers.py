@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from spmd import functions
+from spmd import fft, functions
 from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.dropout import dropout as spt_dropout
 from spmd.bridge.torch.global_tensors.contractions import joined_linear
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, declared, dims_of, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result, whole_layout
 from spmd.bridge.torch.global_tensors.views import own_dims
 from spmd.errors import LayoutError
 from spmd.functions.planned import recorded_layouts
-
-_BOUNDARIES = {"zeros": "zero", "circular": "periodic", "reflect": "reflect", "replicate": "edge"}
+from spmd.mesh import here
 
 
 def joins(x: Any) -> bool:
-    return isinstance(x, GlobalTensor) and len(x._groups) != len(x._layout.shape)
+    """Whether x is a global tensor with dimensions that join several of its layout."""
+    return isinstance(x, GlobalTensor) and x.joins
 
 
 def _block(x: Any) -> Any:
@@ -218,7 +218,7 @@ def _adaptive_avg_pool(func: Any, args: Any, kwargs: Any) -> Any:
     if not any(dims[k].names for k in over):
         layout = layout_of_dims([*x._layout.shape[:-d], *size], [*dims[:-d], *[WHOLE] * d])
         block = x._block  # torch refuses empty ones; the sum keeps the history, which all workers need alike
-        empty = lambda: block.new_zeros(layout.block_shape(_index())) + block.sum()
+        empty = lambda: block.new_zeros(layout.block_shape(here("a global tensor").index)) + block.sum()
         return result(func(block, size) if block.numel() else empty(), layout)
     if any(n % m for n, m in zip(own, size, strict=True)):
         raise unhandled(func, args, kwargs, "a size that divides the length of split dimensions")
@@ -297,7 +297,7 @@ def _common_heads(q: Any, k: Any, v: Any) -> list[Dim] | None:
             return None
         if not isinstance(x, GlobalTensor):
             continue
-        if x._layout.spec is None or joins(x) or any(d.names for d in dims_of(x)[-2:]):
+        if not x.is_separate or any(d.names for d in dims_of(x)[-2:]):
             return None
         if lies is not None and dims_of(x) != lies:
             return None
@@ -341,22 +341,9 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
         shape = [1 if d in space else n for d, n in enumerate(shape)]
         target = layout_of_dims(shape, [WHOLE if d in space else dim for d, dim in enumerate(dims)])
         with torch.no_grad():
-            ones = torch.ones(target.block_shape(_index()), dtype=x.dtype, device=x.device)
-        keep = GlobalTensor(ones, target)._block if not target.varying else _varying(ones, target)
-        return x * result(spt_dropout(keep, rate, spec=target), target)
+            ones = torch.ones(target.block_shape(here("a global tensor").index), dtype=x.dtype, device=x.device)
+        return x * result(spt_dropout(declared(ones, target), rate, spec=target), target)
     return GlobalTensor(spt_dropout(x._block, rate, spec=x._layout), x._layout, x._groups)
-
-
-def _index() -> int:
-    from spmd.mesh import here
-
-    return here("a global tensor").index
-
-
-def _varying(x: torch.Tensor, target: Any) -> Any:
-    from spmd.operators.varying import varying
-
-    return varying(x, tuple(n for n in target.axes if n in target.varying))
 
 
 @handles("embedding")
@@ -381,8 +368,6 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _transform(name: str) -> None:
-    from spmd import fft
-
     function = getattr(fft, name)
     several = name.endswith(("n", "2"))
 

@@ -68,7 +68,7 @@ def _loss_of(
 
 def _unjoined(func: Any, x: Any, target: Any, indexed: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The operands of a loss with samples of several dimensions, where these are joined; classes come second."""
-    lead = x if isinstance(x, GlobalTensor) and joins(x) else target
+    lead = x if joins(x) else target
     n = lead._groups[0]
     shape = lead._layout.shape[:n]
     if any(k != 1 for k in lead._groups[1:]) or (indexed and x.ndim != 2):

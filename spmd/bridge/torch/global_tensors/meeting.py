@@ -127,7 +127,10 @@ def _part_of_whole(x: torch.Tensor, part: Layout) -> Any:
         return relaid(x, whole_layout(part.shape), part)
     worker = here("a global tensor")
     own = x[part.slices(worker.index)]
-    if not worker.tracked:
-        return own
-    names = tuple(n for n in worker.mesh.axes if n in part.varying and n not in state_of_tensor(x).varying)
-    return varying(own, names) if names else own
+    return declared(own, part) if worker.tracked else own
+
+
+def declared(block: torch.Tensor, layout: Layout) -> Any:
+    """A block that is made of what all workers have, as one of a layout: it varies where the layout is split."""
+    names = tuple(n for n in layout.axes if n in layout.varying and n not in state_of_tensor(block).varying)
+    return varying(block, names) if names else block

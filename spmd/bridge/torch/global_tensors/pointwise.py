@@ -7,12 +7,19 @@ from typing import Any
 import torch
 
 from spmd.bridge.torch.call_arguments import tensors_in
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, layout_of_dims, meeting_dims
+from spmd.bridge.torch.global_tensors.meeting import (
+    WHOLE,
+    as_global,
+    block_in,
+    declared,
+    dims_of,
+    layout_of_dims,
+    meeting_dims,
+)
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.mesh import here
-from spmd.operators.varying import varying
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -103,7 +110,7 @@ def _meet(func: Any, operands: list[Any], joined: list[GlobalTensor], args: Any,
     shape = tuple(torch.broadcast_shapes(*(_size(x) for x in operands)))
     if all(x._layout == lead._layout and x._groups == lead._groups for x in joined) and _size(lead) == shape:
         return lead._layout, lead._groups
-    if any(len(x._groups) != len(x._layout.shape) for x in joined) or any(x._layout.spec is None for x in joined):
+    if not all(x.is_separate for x in joined):
         raise unhandled(func, args, kwargs, "tensors that lie alike")
     dims = meeting_dims(shape, [(x._layout.shape, dims_of(x)) for x in joined])
     return layout_of_dims(shape, dims), (1,) * len(shape)
@@ -202,7 +209,7 @@ def _contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 def _as_complex(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     dims = dims_of(x)
-    if len(x._groups) != len(dims) or dims[-1].names:
+    if x.joins or dims[-1].names:
         raise unhandled(func, args, kwargs, "real and imaginary parts on one worker")
     return result(func(x._block), layout_of_dims(x._layout.shape[:-1], dims[:-1]))
 
@@ -224,10 +231,8 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
         return func(x._block, *given, **kwargs)
     numbers = all(isinstance(n, int) for n in given) and func.__name__ != "new_full"
     size, rest = (given, []) if numbers else (given[0], given[1:])
-    dims = dims_of(x) if x._layout.spec is not None and len(x._groups) == len(x._layout.shape) else []
+    dims = dims_of(x) if x.is_separate else []
     taken = [d if n == m else WHOLE for d, n, m in zip(dims, x._layout.shape, size, strict=False)]
     layout = layout_of_dims(size, [*taken, *[WHOLE] * (len(size) - len(taken))])
     block: Any = func(plain(x._block), layout.block_shape(here("a global tensor").index), *rest, **kwargs)
-    names = tuple(n for n in layout.axes if n in layout.varying)
-    block = varying(block, names) if names else block
-    return result(block, layout)
+    return result(declared(block, layout), layout)

@@ -84,7 +84,7 @@ def _normal_dims(over: Any, ndim: int) -> list[int]:
 
 def _separate(func: Any, x: GlobalTensor, over: Any, args: Any, kwargs: Any) -> tuple[GlobalTensor, list[Dim]]:
     """x and how its dimensions lie. Where all entries are reduced, it does not matter that dimensions are joined."""
-    if over is None and len(x._groups) != len(x._layout.shape):
+    if over is None and x.joins:
         x = GlobalTensor(x._block, x._layout)
     if over is None and x._layout.spec is None:  # each worker of a grid has entries of its own, or none
         return x, [Dim(tuple(x._layout.axes)), *[WHOLE] * (len(x._layout.shape) - 1)]

@@ -100,6 +100,16 @@ class GlobalTensor(torch.Tensor):
         """How the whole lies on the mesh."""
         return self._layout
 
+    @property
+    def joins(self) -> bool:
+        """Whether some dimension joins several of the layout's."""
+        return len(self._groups) != len(self._layout.shape)
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the layout is by a spec, in which each dimension is split by itself."""
+        return self._layout.spec is not None and not self.joins
+
     def block(self) -> torch.Tensor:
         """This worker's block, with its history. It varies along the axes of the layout."""
         _refuse_joined(self, "x.block()")
@@ -192,7 +202,7 @@ def _joined(shape: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
 
 
 def _refuse_joined(x: Any, what: str) -> None:
-    if len(x._groups) != len(x._layout.shape):
+    if x.joins:
         raise LayoutError.at(
             what,
             got=f"{describe(x)}, which joins dimensions of an array of shape {list(x._layout.shape)} of which not the "

@@ -18,7 +18,7 @@ from spmd.bridge.torch.global_tensors.meeting import (
     layout_of_dims,
     meeting_dims,
 )
-from spmd.bridge.torch.global_tensors.registry import handles, unhandled
+from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.functions.movement import relaid
 from spmd.mesh import here
@@ -28,7 +28,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 
 def own_dims(func: Any, x: GlobalTensor, args: Any, kwargs: Any) -> list[Dim]:
     """How each dimension of x lies. Raises where dimensions are joined, or the layout is on a grid."""
-    if x._layout.spec is None or len(x._groups) != len(x._layout.shape):
+    if not x.is_separate:
         raise unhandled(func, args, kwargs, "a layout by a spec, in which each dimension is split by itself")
     return dims_of(x)
 
@@ -92,14 +92,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     return _permuted(func, x, [place[d] if d in place else next(rest) for d in range(x.ndim)], args, kwargs)
 
 
-def _properties() -> None:
-    from spmd.bridge.torch.global_tensors.registry import HANDLERS
-
-    for name in ("T", "mT", "H", "mH"):
-        HANDLERS[getattr(torch.Tensor, name).__get__] = _turned
-
-
-_properties()
+HANDLERS |= {getattr(torch.Tensor, name).__get__: _turned for name in ("T", "mT", "H", "mH")}
 
 
 # Dimensions of length 1

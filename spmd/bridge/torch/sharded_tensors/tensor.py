@@ -61,7 +61,6 @@ class ShardedTensor(torch.Tensor):
     that would gather raise LayoutError.
     """
 
-    __spmd_sharded__ = True
     blocks: dict[int, torch.Tensor]
     block_layout: Layout
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Initial values of layers: those of torch, on any mesh, whoever comes first."""
+"""Initial values of layers: those of torch, on any mesh, in any order of the workers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_seeds_and_generators():
 
     def elsewhere():
         torch.manual_seed(7)  # that of all threads: nothing is drawn from it
-        spt.psum(1, "x")  # but by whoever draws at that moment
+        spt.psum(1, "x")  # but by the worker that draws at that moment
         return column("x", 4, 5, False)
 
     def again():
