@@ -1,6 +1,7 @@
 """The rules by which functions of global arrays lay out their results, and which function has which.
 
-A function is registered with its rule. `python docs/make_layouts.py` writes the table of docs/global.md from both.
+A function is registered with its rule. `python docs/tools/make_layouts.py` writes the table of
+docs/explanation/global.md from both.
 """
 
 from __future__ import annotations

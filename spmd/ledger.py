@@ -15,7 +15,8 @@ class Record:
     """The counts of one worker. operators, verbs: applications of each operator, uses of each transport verb.
 
     messages, bytes: what the worker sends by the algorithms that are chosen for messages, also where workers share
-    memory (docs/costs.md). Not counted: headers, shapes that are asked for, and what a map agrees on at its end.
+    memory (docs/explanation/costs.md). Not counted: headers, shapes that are asked for, and
+    what a map agrees on at its end.
     rounds: how often it sends or receives.
     """
 

@@ -43,7 +43,7 @@ def load(path: Path):
     return module
 
 
-page = load(TESTS.parent / "docs" / "make_functions.py")
+page = load(TESTS.parent / "docs" / "tools" / "make_functions.py")
 load_families()
 
 ALL = {
@@ -781,6 +781,6 @@ def test_the_page_is_that_of_the_registry():
     if not parts:
         pytest.skip("the page is of other versions")
     for part in parts:
-        assert part in have, f"docs/functions.md is not what the registry says; run `{page.COMMAND}`"
+        assert part in have, f"docs/reference/functions.md is not what the registry says; run `{page.COMMAND}`"
     if len(parts) == len(page.parts_of_numpy()) + 2:
         assert have == page.text()

@@ -75,7 +75,12 @@ def relative(path: Path) -> str:
 
 
 def test_the_documents_are_found():
-    assert {relative(path) for path in FILES} >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/map.md"}
+    assert {relative(path) for path in FILES} >= {
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/reference/map.md",
+    }
     assert all(path.exists() for path in FILES)
 
 
@@ -83,7 +88,7 @@ HOST = pytest.mark.host("the page declares a function of SciPy, which takes arra
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    if path.name.startswith(("torch", "porting")):
+    if path.name.startswith(("torch", "porting_d")):
         return [pytest.mark.torch]
     return [HOST] if path.name == "rules.md" else []
 
@@ -130,12 +135,17 @@ def test_the_first_program_is_short():
 
 
 def test_the_tape_is_as_long_as_it_says():
-    text = (ROOT / "docs" / "tape.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "tape.md").read_text()
     code, rules = map(int, re.search(r"the whole of it: (\d+) lines, of which (\d+) are rules", text).groups())
 
     def lines(until: str) -> int:
         end = text[: text.index(until)].count("\n") + 1
-        every = [line for b in blocks(ROOT / "docs" / "tape.md") if b.line < end for line in b.text.splitlines()]
+        every = [
+            line
+            for b in blocks(ROOT / "docs" / "explanation" / "tape.md")
+            if b.line < end
+            for line in b.text.splitlines()
+        ]
         return sum(bool(line.strip()) for line in every)
 
     assert lines("That is all.") == code
@@ -144,7 +154,7 @@ def test_the_tape_is_as_long_as_it_says():
 
 def rows_of_errors() -> list[tuple[str, str, list[str]]]:
     """The table of what raises: what is written, the name of the error, and what to write instead."""
-    _, after = (ROOT / "docs" / "autodiff.md").read_text().split("## What raises\n")
+    _, after = (ROOT / "docs" / "reference" / "autodiff.md").read_text().split("## What raises\n")
     cells = [[re.findall(r"`([^`]+)`", cell) for cell in re.split(r" \| ", row)] for row in after.splitlines()]
     return [(this[0], name[0], mends) for this, name, mends in (c for c in cells if len(c) == 3) if this and mends]
 
@@ -184,8 +194,10 @@ def test_what_raises_is_as_the_table_says(this, name, mends):
 
 @HOST
 def test_the_broken_rule_prints_what_the_page_says():
-    _, printed = run(ROOT / "docs" / "rules.md")
-    promised = [block.text for block in blocks(ROOT / "docs" / "rules.md") if block.text.startswith("check_vjp")]
+    _, printed = run(ROOT / "docs" / "how_to" / "rules.md")
+    promised = [
+        block.text for block in blocks(ROOT / "docs" / "how_to" / "rules.md") if block.text.startswith("check_vjp")
+    ]
     number = r"-?\d+\.\d+(?:e-?\d+)?"
     (text,) = (text for text in printed if text)
     assert re.sub(number, "#", text) == re.sub(number, "#", promised[0])
@@ -198,12 +210,12 @@ def test_the_rules_and_the_row_on_the_page_are_true(monkeypatch):
     import rules
 
     source = "".join(path.read_text() for path in (ROOT / "autodiff" / "rules").glob("*.py"))
-    texts = [block.text for block in blocks(ROOT / "docs" / "rules.md") if block.language == "text"]
+    texts = [block.text for block in blocks(ROOT / "docs" / "how_to" / "rules.md") if block.language == "text"]
     (quoted,) = (text for text in texts if text.startswith("rule("))
     assert not [line for line in quoted.splitlines() if f"\n{line}" not in source]
 
     monkeypatch.setattr(rules.Table, "all", [])
-    names, _ = run(ROOT / "docs" / "rules.md")
+    names, _ = run(ROOT / "docs" / "how_to" / "rules.md")
     table = rules.Table()
     (text,) = (text for text in texts if "row(" in text)
     exec(text, {**vars(rules), **names, "row": table.row})
@@ -215,7 +227,7 @@ def test_the_rules_and_the_row_on_the_page_are_true(monkeypatch):
 
 @pytest.mark.torch
 def test_the_page_of_plans_shows_what_it_prints():
-    page = ROOT / "docs" / "torch_plans.md"
+    page = ROOT / "docs" / "how_to" / "torch_plans.md"
     _, printed = run(page)
     assert [text for text in printed if text] == [b.text for b in blocks(page) if b.language == "text"]
 
@@ -352,7 +364,7 @@ def test_the_operator_that_is_walked_through_is_a_real_one():
 
 
 def test_every_operator_is_in_the_table():
-    text = (ROOT / "docs" / "adjoint.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "adjoint.md").read_text()
     rows = {
         cells[0].strip(" `"): cells for cells in (line.split("|")[1:-1] for line in text.splitlines() if "|" in line)
     }

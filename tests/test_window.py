@@ -565,7 +565,7 @@ def test_the_table_of_a_window():
 
 
 def test_the_tables_of_the_page_are_printed():
-    page = ROOT / "docs" / "window.md"
+    page = ROOT / "docs" / "how_to" / "window.md"
     _, printed = run(page)
     tables = [block.text for block in blocks(page) if block.language == "text"]
     assert len(tables) >= 3

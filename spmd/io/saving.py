@@ -60,8 +60,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
     arrays are taken first. If the program is killed, or the disk is full, the folder keeps the checkpoint that it had.
     The rename of a file commits when everything has been flushed to the disk (SPMD_FSYNC=0: without flushing).
 
-    Needs memory of a few MiB besides the tree. Cost: four small messages to all. docs/saving.md; docs/
-    checkpoint_format.md is the format: a folder of safetensors files and a manifest with checksums.
+    Needs memory of a few MiB besides the tree. Cost: four small messages to all. docs/how_to/saving.md.
+    docs/reference/checkpoint_format.md is the format: a folder of safetensors files and a manifest with checksums.
     Raises CheckpointError on all processes: for a leaf that cannot be saved, with its name; if bare arrays or numbers
     differ between processes; if not all processes see the folder; if another save to it is going on; and for the errors
     of the system, such as a full disk.

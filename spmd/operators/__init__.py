@@ -1,6 +1,7 @@
 """Data movement as linear operators, each declared once together with its adjoint.
 
-`print(operator.plan(group, shape, dtype))` shows what an operator moves. docs/operators.md says how to add one.
+`print(operator.plan(group, shape, dtype))` shows what an operator moves. docs/explanation/operators.md says how to add
+one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each function of global arrays has a rule by which it lays out its result, and docs/global.md tells it."""
+"""Each function of global arrays has a rule by which it lays out its result, which docs/explanation/global.md tells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd.global_functions import MAPPED, NATIVE
 from spmd.layout_rules import RULES, Rule
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_spec = importlib.util.spec_from_file_location("make_layouts", DOCS / "make_layouts.py")
+_spec = importlib.util.spec_from_file_location("make_layouts", DOCS / "tools" / "make_layouts.py")
 page = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(page)
 
@@ -23,7 +23,7 @@ def test_the_table_is_that_of_the_rules():
     have = page.PAGE.read_text()
     if page.VERSION not in have:
         pytest.skip("the table is of another version of NumPy")
-    assert page.text(have) == have, f"docs/global.md is not what the rules say; run `{page.COMMAND}`"
+    assert page.text(have) == have, f"docs/explanation/global.md is not what the rules say; run `{page.COMMAND}`"
 
 
 def test_another_rule_is_another_table(monkeypatch):

@@ -467,7 +467,7 @@ REFUSED = {
     "x.to_device(mesh, stream=1)": (MeshError, r"x\.to_device\(mesh\)"),
     'x.__array_namespace__(api_version="2030.12")': (LayoutError, "leave api_version out"),
 }
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "global.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "global.md"
 
 
 def rows(header: str) -> list[list[str]]:

@@ -1,5 +1,5 @@
 """The format of checkpoints: `version_1` was written by the first release, and loads for ever. What is written is
-described in docs/checkpoint_format.md, and other tools open it."""
+described in docs/reference/checkpoint_format.md, and other tools open it."""
 
 from __future__ import annotations
 

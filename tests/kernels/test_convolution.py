@@ -208,7 +208,7 @@ def test_paddings_are_those_of_a_padded_array(padding):
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_over_blocks_with_halos(scheduler, workers, stride):
-    """What docs/window.md says of windows, with this convolution: 11 rows on up to five workers."""
+    """What docs/how_to/window.md says of windows, with this convolution: 11 rows on up to five workers."""
     rng = np.random.default_rng(workers)
     x, w, b = rng.normal(size=(2, 3, 11, 8)), rng.normal(size=(4, 3, 3, 3)), rng.normal(size=4)
     g = rng.normal(size=functions.conv(x, w, b, stride, 1).shape)

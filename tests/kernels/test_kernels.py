@@ -335,7 +335,7 @@ def test_threads_are_never_given_the_same_memory():
 
 
 def test_every_function_stands_on_its_page():
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
     assert [name for name in functions.__all__ if f"`{name}`" not in page] == []
 
 

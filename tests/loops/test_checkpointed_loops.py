@@ -95,7 +95,9 @@ def test_sqrt_and_policies():
 
 
 def test_the_table_on_the_page_is_true():
-    rows = re.findall(r"^\| `([^`]+)`.*\| ([\d,]+) \|$", (ROOT / "docs" / "loops.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([^`]+)`.*\| ([\d,]+) \|$", (ROOT / "docs" / "how_to" / "loops.md").read_text(), re.MULTILINE
+    )
     counts = {name: int(count.replace(",", "")) for name, count in rows}
     assert counts == {"None": 1000, "10": calls_of_a_step(1000, 10), '"sqrt"': calls_of_a_step(1000, "sqrt")}
 

@@ -140,7 +140,7 @@ def test_the_port_is_a_few_lines():
         )
     )
     changed = [line for line in lines[2:] if line[0] in "+-" and len(line) > 1 and "import" not in line]
-    page = (ROOT / "docs" / "torch_data_parallel.md").read_text()
+    page = (ROOT / "docs" / "how_to" / "torch_data_parallel.md").read_text()
     shown = page[page.index("```diff") :].split("```")[1].splitlines()
     assert changed == [line for line in shown if line[:1] in ("+", "-")]
     assert len(changed) <= 12

@@ -361,7 +361,7 @@ class HaloExchange(_Movement):
         `of_window(P(None, None, "rows"), (None, None, 5, 5), padding=2)`, before `nn.Conv2d(..., 5, padding=0)`.
         outputs: for each dimension the lengths of the blocks of the result; None: balanced.
         boundary: what the padding holds.
-        Each call exchanges the lengths of all blocks. A block without outputs becomes empty. See docs/window.md.
+        Each call exchanges the lengths of all blocks. A block without outputs becomes empty. See docs/how_to/window.md.
         """
         self = cls.__new__(cls)
         window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil": ceil}

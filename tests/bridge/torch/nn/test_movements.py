@@ -373,7 +373,9 @@ def test_compiled_is_eager(module):
             results.append((y.detach(), g))
         result[w] = results
 
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):  # as docs/torch.md says of older torch
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True
+    ):  # as docs/how_to/torch.md says of older torch
         spt.map(main, (), None, mesh=mesh, check=False)()
     for (y, g), (cy, cg) in result.values():
         assert torch.equal(y, cy)

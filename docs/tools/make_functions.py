@@ -1,4 +1,7 @@
-"""Write docs/functions.md, what becomes of each function of NumPy and SciPy: `python docs/make_functions.py`."""
+"""Write docs/reference/functions.md, what becomes of each function of NumPy and SciPy.
+
+Run by `python docs/tools/make_functions.py`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from spmd.autodiff.primitive import Method, constants, handlers, name_of, overri
 from spmd.autodiff.rules.shape import metadata_functions
 from spmd.autodiff.tracer import missing
 
-PAGE = Path(__file__).with_name("functions.md")
-COMMAND = "python docs/make_functions.py"
+PAGE = Path(__file__).parents[1] / "reference" / "functions.md"
+COMMAND = "python docs/tools/make_functions.py"
 NAMESPACES = {"np": np, "np.linalg": np.linalg, "np.fft": np.fft}
 METHODS = ("reduce", "accumulate", "reduceat", "outer", "at")
 

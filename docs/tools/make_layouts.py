@@ -1,5 +1,5 @@
-"""Write the table of layouts in docs/global.md, of the rules with which functions are registered:
-`python docs/make_layouts.py`."""
+"""Write the table of layouts in docs/explanation/global.md, of the rules with which functions are registered:
+`python docs/tools/make_layouts.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spmd.autodiff.indexing import At
 from spmd.autodiff.primitive import name_of
 from spmd.layout_rules import RULES, Rule
 
-PAGE = Path(__file__).with_name("global.md")
-COMMAND = "python docs/make_layouts.py"
+PAGE = Path(__file__).parents[1] / "explanation" / "global.md"
+COMMAND = "python docs/tools/make_layouts.py"
 VERSION = f"NumPy {'.'.join(np.__version__.split('.')[:2])}"
 START, END = f"<!-- {VERSION}, by {COMMAND} -->", "<!-- end of the table -->"
 

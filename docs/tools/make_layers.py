@@ -1,4 +1,7 @@
-"""Write the table of docs/layers.md, of what layers send, counted in a run: `python docs/make_layers.py`."""
+"""Write the table of docs/reference/layers.md, of what layers send, counted in a run.
+
+Run by `python docs/tools/make_layers.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ import spmd
 from spmd import P
 from spmd import functions as F
 
-PAGE = Path(__file__).with_name("layers.md")
-COMMAND = "python docs/make_layers.py"
+PAGE = Path(__file__).parents[1] / "reference" / "layers.md"
+COMMAND = "python docs/tools/make_layers.py"
 START, END = f"<!-- by {COMMAND} -->", "<!-- end of the table -->"
 
 
