@@ -1,0 +1,75 @@
+"""The documentation site builds without a warning, and no link in it is broken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-d",
+        folder / "trees",
+        "docs",
+        folder / "html",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+class Page(HTMLParser):
+    """The targets of links, the ids, and the pictures without an alternative text, of a page."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.without_text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids.add(values.get("id") or "")
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        if tag == "img":
+            self.links.append(values["src"])
+            if not values.get("alt"):
+                self.without_text.append(values["src"])
+
+
+def test_links_lead_to_pages_and_places(site):
+    pages = {path: Page(path.read_text()) for path in site.glob("**/*.html")}
+    assert len(pages) > 40
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if not target.exists() or (parts.fragment and target in pages and parts.fragment not in pages[target].ids):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken
+
+
+def test_pictures_have_alternative_texts(site):
+    assert not {
+        str(path): page.without_text for path in site.glob("**/*.html") if (page := Page(path.read_text())).without_text
+    }
