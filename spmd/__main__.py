@@ -1,4 +1,4 @@
-"""`python -m spmd info`, `adjoint`, `cost`, `checkpoint` and `bench kernels`."""
+"""`python -m spmd info`, `doctor`, `adjoint`, `cost`, `checkpoint` and `bench kernels`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import spmd
+from spmd import doctor
 from spmd.axes import is_main
 from spmd.errors import CheckpointError, CorruptCheckpointError, MeshError, TransportError, nearest, prints
 from spmd.info import info
@@ -143,6 +144,15 @@ def kernel_speeds(args: argparse.Namespace) -> int:
     return 0
 
 
+def diagnosis(args: argparse.Namespace) -> int:
+    """What works on this machine. The exit status is 1 if something that is installed does not."""
+    if not is_main():
+        return 0
+    findings = doctor.examine()
+    say(json.dumps([f._asdict() for f in findings], indent=2) if args.json else doctor.text_of(findings))
+    return int(any(f.verdict == doctor.FAULT for f in findings))
+
+
 def checkpoint(args: argparse.Namespace) -> int:
     """What a checkpoint holds. The exit status is 1 if something is damaged, and 2 if there is none."""
     from spmd.io.inspection import report
@@ -200,6 +210,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m spmd", description="Functional SPMD arrays.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what was found and chosen: transports, schedulers, libraries")
+    health = commands.add_parser("doctor", help="try MPI, torchrun, BLAS, shared memory and the GPU, and say each mend")
+    health.add_argument("--json", action="store_true", help="print JSON")
     dot = commands.add_parser("adjoint", help="test every operator against its adjoint; works under mpiexec")
     dot.add_argument("--mesh", default="x=4", type=parse_mesh, help="axis sizes by name, as in x=3,y=2 (default: x=4)")
     dot.add_argument("--dtype", default="float64", type=parse_dtype, help="dtype of the blocks (default: float64)")
@@ -230,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         return cost_table(args)
     if args.command == "bench":
         return kernel_speeds(args)
+    if args.command == "doctor":
+        return diagnosis(args)
     if args.command == "info":
         if is_main():
             say(info())

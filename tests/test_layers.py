@@ -55,7 +55,7 @@ LEVELS = [
     {"fft", "functions", "random", "optim", "optim_numbers", "solvers"},
     {"io"},
     {"bench"},
-    {"ledger", "debug", "info"},
+    {"ledger", "debug", "info", "doctor"},
     {"numpy", "scipy"},
     {"adjoints", "strategies"},
     {"testing", "pytest_plugin"},
