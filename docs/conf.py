@@ -24,3 +24,13 @@ html_title = f"spmd {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 templates_path = ["templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/versions.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}

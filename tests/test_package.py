@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -250,3 +251,20 @@ def test_editors_see_an_editable_install(editable, tmp_path):
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
     assert len(errors) == 1, done.stdout
     assert 'Arguments missing for parameters "x", "axis_name"' in errors[0]
+
+
+def test_other_files_name_the_same_version_and_packages():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {project['version']}\n" in citation
+    assert f"\nlicense: {project['license']}\n" in citation
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text()
+    assert f'\n  version: "{project["version"]}"\n' in recipe
+    run = recipe.split("  run:\n")[1].split("  run_constraints:")[0]
+    needed = {
+        line.strip().removeprefix("- ").replace("python-xxhash", "xxhash").replace(" ", "") for line in run.splitlines()
+    }
+    assert needed == {"python>=${{python_min}},<3.15", *project["dependencies"]}
+    assert project["requires-python"] == ">=3.11,<3.15"
+    assert '\n  python_min: "3.11"\n' in recipe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -73,3 +75,21 @@ def test_pictures_have_alternative_texts(site):
     assert not {
         str(path): page.without_text for path in site.glob("**/*.html") if (page := Page(path.read_text())).without_text
     }
+
+
+def test_versions_are_published_beside_each_other(tmp_path):
+    spec = importlib.util.spec_from_file_location("publish", ROOT / "docs" / "tools" / "publish.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    built, pages = tmp_path / "site", tmp_path / "pages"
+    built.mkdir()
+    with pytest.raises(SystemExit, match="build the site first"):
+        module.publish(built, pages, "latest")
+    (built / "index.html").write_text("one")
+    for name in ("latest", "v0.9", "v0.10"):
+        names = module.publish(built, pages, name)
+    assert names == json.loads((pages / "versions.json").read_text()) == ["v0.10", "v0.9", "latest"]
+    assert "v0.10/index.html" in (pages / "index.html").read_text()
+    (built / "index.html").write_text("two")
+    module.publish(built, pages, "latest")
+    assert [(pages / n / "index.html").read_text() for n in names] == ["one", "one", "two"]
