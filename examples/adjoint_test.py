@@ -11,6 +11,8 @@ the wrong entries. The second version is correct, and so is the adjoint of the t
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 import spmd
@@ -52,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

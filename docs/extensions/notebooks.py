@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def notebook(path: Path) -> dict[str, Any]:
     pieces = ["\n".join(lines[a - 1 : b - 1]).strip() for a, b in zip(cuts, [*cuts[1:], len(lines) + 1], strict=True)]
     import_of_future = "from __future__ import annotations"
     pieces[0] = pieces[0].replace(import_of_future, "").strip()
+    pieces[-1] = re.sub(r"sys\.exit\((.*)\)", r"\1", pieces[-1])  # which would end the notebook with an error
     file = f"__file__ = 'examples/{path.name}'"
     about = f"# Run this where the folder examples/ lies.\nimport sys\n\n{file}\nsys.argv = [__file__]"
     if import_of_future in source:
