@@ -206,9 +206,10 @@ def say(text: str) -> None:
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m spmd", description="Functional SPMD arrays.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    whole = argparse.ArgumentParser(prog="python -m spmd", description="Functional SPMD arrays.")
+    commands = whole.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what was found and chosen: transports, schedulers, libraries")
     health = commands.add_parser("doctor", help="try MPI, torchrun, BLAS, shared memory and the GPU, and say each mend")
     health.add_argument("--json", action="store_true", help="print JSON")
@@ -235,7 +236,11 @@ def main(argv: list[str] | None = None) -> int:
     saved.add_argument("path", type=Path, help="a folder of spmd.save or of a CheckpointManager, or safetensors files")
     saved.add_argument("--verify", action="store_true", help="read all and compare checksums; status 1 if damaged")
     saved.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    return whole
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     if args.command == "checkpoint":
         return checkpoint(args)
     if args.command == "cost":

@@ -16,27 +16,28 @@ __all__ = ["SETTINGS", "check_all", "chosen_setting", "complaints", "gather_limi
 class _Setting(NamedTuple):
     """One variable. parse: the value of a text; ValueError if it has none. need: the allowed texts, in words.
 
-    default: the value of an unset variable. choices: the allowed texts, if there are few.
+    default: the value of an unset variable. choices: the allowed texts, if there are few. purpose: what it sets.
     """
 
     parse: Callable[[str], Any]
     need: str
     default: Any
     choices: tuple[str, ...]
+    purpose: str
 
 
-def _one_of(*texts: str) -> _Setting:
+def _one_of(purpose: str, *texts: str) -> _Setting:
     def parse(text: str) -> str:
         if text not in texts:
             raise ValueError
         return text
 
     words = [f'"{name}"' for name in texts]
-    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, texts)
+    return _Setting(parse, f"one of {', '.join(words)}" if len(words) > 1 else words[0], None, texts, purpose)
 
 
-def _switch(default: bool) -> _Setting:
-    return _Setting(("0", "1").index, '"0" or "1"', default, ("0", "1"))
+def _switch(purpose: str, default: bool) -> _Setting:
+    return _Setting(("0", "1").index, '"0" or "1"', default, ("0", "1"), purpose)
 
 
 def _seconds(text: str) -> float:
@@ -53,18 +54,32 @@ def _megabytes(text: str) -> int:
 
 
 SETTINGS = {
-    "SPMD_TRANSPORT": _one_of("local", "mpi", "torch", "nccl", "counting"),
-    "SPMD_SCHEDULER": _one_of("auto", "lockstep", "threads"),
-    "SPMD_DEVICE": _one_of("cpu", "cuda"),
-    "SPMD_TIMEOUT": _Setting(_seconds, "seconds, or 0 for no limit", 300.0, ("600",)),
-    "SPMD_CHECK": _switch(True),
-    "SPMD_BUFFERS": _Setting(_megabytes, "a whole number of megabytes", None, ("1024",)),
-    "SPMD_GATHER_LIMIT": _Setting(_megabytes, "a whole number of mebibytes", 64, ("1024",)),
-    "SPMD_NUMBA": _switch(True),
-    "SPMD_TRACEBACK": _one_of("full"),
-    "SPMD_MPI_CUDA": _switch(False),
-    "SPMD_NCCL_FIXED_ORDER": _switch(False),
-    "SPMD_FSYNC": _switch(True),
+    "SPMD_TRANSPORT": _one_of(
+        "where workers are, if Mesh(transport=...) does not say it; unset: in the processes of the launcher, if there "
+        "are as many as the mesh has workers, else virtual workers",
+        *("local", "mpi", "torch", "nccl", "counting"),
+    ),
+    "SPMD_SCHEDULER": _one_of("how virtual workers take turns", "auto", "lockstep", "threads"),
+    "SPMD_DEVICE": _one_of("where blocks lie, if Mesh(device=...) does not say it", "cpu", "cuda"),
+    "SPMD_TIMEOUT": _Setting(
+        _seconds, "seconds, or 0 for no limit", 300.0, ("600",), "how long workers wait for another one in a collective"
+    ),
+    "SPMD_CHECK": _switch("compare replicated values, and watch other processes", True),
+    "SPMD_BUFFERS": _Setting(
+        _megabytes,
+        "a whole number of megabytes",
+        None,
+        ("1024",),
+        "memory that is kept for later arrays; unset: a sixteenth of the machine's; 0: none",
+    ),
+    "SPMD_GATHER_LIMIT": _Setting(
+        _megabytes, "a whole number of mebibytes", 64, ("1024",), "what a function of global arrays may gather"
+    ),
+    "SPMD_NUMBA": _switch("use numba's kernels, if it is installed", True),
+    "SPMD_TRACEBACK": _one_of("show the library's frames in tracebacks too", "full"),
+    "SPMD_MPI_CUDA": _switch("give memory of the GPU to MPI, if it can take that", False),
+    "SPMD_NCCL_FIXED_ORDER": _switch("add in the same order as other transports, not in NCCL's", False),
+    "SPMD_FSYNC": _switch("flush files of checkpoints to the disk", True),
 }
 """The settings by name. A variable with an empty text counts as not set."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +12,9 @@ from typing import Any
 
 from docstrings import markdown
 from public_names import PAGES, SPMD_GROUPS, names_of
+
+from spmd.__main__ import parser
+from spmd.settings import SETTINGS
 
 __all__ = ["setup", "write_pages"]
 
@@ -83,6 +88,7 @@ def write_pages(folder: Path) -> None:
             continue
         imports = torch_imports if page.torch else numpy_imports
         pages[page.file] = _page(page.title, page.introduction, imports, page.alias, names_of(page.module))
+    pages["commands"], pages["settings"] = commands_page(), settings_page()
     for file, text in pages.items():
         path = folder / f"{file}.md"
         if not path.exists() or path.read_text() != text:
@@ -91,6 +97,37 @@ def write_pages(folder: Path) -> None:
     index = f"# Every public name\n\n```{{toctree}}\n:maxdepth: 1\n\n{contents}\n```\n"
     if not (folder / "index.md").exists() or (folder / "index.md").read_text() != index:
         (folder / "index.md").write_text(index)
+
+
+def settings_page() -> str:
+    """The environment variables."""
+    lines = ["# Environment variables", "", "A text that means nothing is an error when a mesh is made.", ""]
+    lines += ["| variable | texts | if it is not set | what it sets |", "| --- | --- | --- | --- |"]
+    for name, spec in SETTINGS.items():
+        default = {True: "1", False: "0", None: ""}.get(spec.default, f"{spec.default:g}" if spec.default else "")
+        lines.append(f"| `{name}` | {spec.need} | {default} | {spec.purpose} |")
+    return "\n".join(lines) + "\n"
+
+
+def commands_page() -> str:
+    """The commands of `python -m spmd`, as their help prints them."""
+    os.environ["COLUMNS"] = "100"
+    whole = parser()
+    (commands,) = (action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
+    lines = ["# Commands", "", "Each runs alone, and under mpiexec and torchrun.", ""]
+    for name, command in commands.choices.items():
+        about = next(action.help for action in commands._choices_actions if action.dest == name)
+        lines += [
+            f"## python -m spmd {name}",
+            "",
+            f"{about}.",
+            "",
+            "```text",
+            command.format_help().rstrip(),
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def setup(app: Any) -> dict[str, bool]:
