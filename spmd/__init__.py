@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from spmd import linear as linear
     from spmd import numpy as numpy
     from spmd import optim as optim
+    from spmd import plot as plot
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
@@ -208,5 +209,5 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),
         },
-        parts=("fft", "functions", "io", "linear", "numpy", "optim", "random", "scipy", "solvers"),
+        parts=("fft", "functions", "io", "linear", "numpy", "optim", "plot", "random", "scipy", "solvers"),
     )

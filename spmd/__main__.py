@@ -15,8 +15,10 @@ import spmd
 from spmd import doctor
 from spmd.axes import is_main
 from spmd.errors import CheckpointError, CorruptCheckpointError, MeshError, TransportError, nearest, prints
-from spmd.info import info
+from spmd.info import information
 from spmd.mesh import Mesh
+from spmd.representations.tables import Report, Table
+from spmd.representations.terminal import say, show
 from spmd.testing import AdjointReport, check_adjoint, operator_cases, operator_classes, states
 from spmd.transport.algorithms.table import FUNCTIONS, rows
 
@@ -127,7 +129,10 @@ def adjoint(args: argparse.Namespace) -> int:
             }
         )
     if is_main():
-        say(json.dumps(rows, indent=2) if args.json else table(mesh, rows))
+        if args.json:
+            say(json.dumps(rows, indent=2))
+        else:
+            show(operator_report(mesh, rows))
     return int(not all(row["passed"] for row in rows))
 
 
@@ -178,32 +183,23 @@ def _cost(report: AdjointReport, declared: bool = False) -> str:
     return f"{messages} messages of {size} bytes"
 
 
-def table(mesh: Mesh, rows: list[dict]) -> str:
-    """The rows as text."""
-    lines = [
-        f"dot tests on {mesh}, transport {mesh.transport.name}: integers, exact equality",
-        "messages and bytes: what all workers send, in one application of each case, against what is declared",
-        "",
-    ]
-    form = "{:14} {:24} {:11} {:14} {:>6} {:>6} {:>9} {:>10}  {:10} {}"
+def operator_report(mesh: Mesh, rows: list[dict]) -> Report:
+    """The rows of operators as a table, and what failed below it."""
+    heading = (
+        f"dot tests on {mesh}, transport {mesh.transport.name}: integers, exact equality\n"
+        "messages and bytes: what all workers send, in one application of each case, against what is declared"
+    )
     heads = ("operator", "function", "states", "adjoint", "cases", "exact", "messages", "bytes", "declared", "verdict")
-    lines.append(form.format(*heads))
+    shown = []
     for r in rows:
         alike = (r["messages"], r["bytes"]) == (r["declared_messages"], r["declared_bytes"])
         cost = "as sent" if alike else f"{r['declared_messages']}, {r['declared_bytes']}"
         wrong = "COST DIFFERS" if r["exact"] == r["cases"] else "NOT ADJOINT"
         arrow = r["states"] if prints(r["states"]) else r["states"].replace("→", "->")
         figures = (r["cases"], r["exact"], r["messages"], r["bytes"], cost, "exact" if r["passed"] else wrong)
-        lines.append(form.format(r["operator"], r["function"], arrow, r["adjoint"], *figures))
-    for r in rows:
-        lines += ["", *r["failures"]] if r["failures"] else []
-    return "\n".join(lines)
-
-
-def say(text: str) -> None:
-    """Print a text. Characters that standard output cannot encode are escaped as in Python's `ascii`."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+        shown.append((r["operator"], r["function"], arrow, r["adjoint"], *map(str, figures)))
+    failures = ["\n".join(r["failures"]) for r in rows if r["failures"]]
+    return Report(heading, [Table(shown, heads, right=range(4, 8)), *failures])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -251,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         return diagnosis(args)
     if args.command == "info":
         if is_main():
-            say(info())
+            show(information())
         return 0
     return adjoint(args)
 

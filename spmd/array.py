@@ -24,6 +24,7 @@ from spmd.global_functions import MADE_LIKE, NATIVE, function_of, refuse_out
 from spmd.layout import Layout, P
 from spmd.mesh import WORKER, Mesh
 from spmd.ownership import DONATED, donated_error, owned
+from spmd.representations.tables import Report, Summarised
 from spmd.resharding import moved_blocks, summed_blocks
 from spmd.settings import gather_limit
 from spmd.tracebacks import api_boundary
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 
-class PartitionedArray:
+class PartitionedArray(Summarised):
     """A global array of which each worker of a mesh holds a block. Immutable.
 
     shape, dtype: of the whole array. layout: which box each worker holds. mesh: whose workers. blocks: the blocks of
@@ -326,15 +327,13 @@ class PartitionedArray:
             return f"PartitionedArray({data}, dtype={self.dtype}, spec={self.spec}{uneven})"
         return f"PartitionedArray(shape={self.shape}, dtype={self.dtype}, spec={self.spec}{uneven}{self._donated_note})"
 
-    def _repr_html_(self) -> str:
-        held = f"{len(self.mesh.local_workers)} of {self.mesh.size} workers"
+    def _report(self) -> Report:
         where = f"{self.mesh}, transport {self.mesh.transport.name}, device {self.mesh.device}"
-        rows = [("dtype", str(self.dtype)), ("mesh", where), ("this process", held)]
-        return self.layout.html(f"PartitionedArray{self._donated_note}", rows, self.dtype.itemsize)
+        held = ("this process", f"{len(self.mesh.local_workers)} of {self.mesh.size} workers")
+        rows = [("dtype", str(self.dtype)), ("mesh", where), held]
+        return self.layout.report(f"PartitionedArray{self._donated_note}", rows, self.dtype.itemsize)
 
-    @property
-    def _donated_note(self) -> str:
-        return ", given away" if self.blocks is DONATED else ""
+    _donated_note = property(lambda self: ", given away" if self.blocks is DONATED else "")
 
     def __hash__(self):
         raise TypeError("arrays are not hashable")

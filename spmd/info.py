@@ -8,12 +8,13 @@ import sys
 
 from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
+from spmd.representations.tables import Table
 from spmd.settings import SETTINGS, complaints
 from spmd.transport.blas_threads import share_of_cores, usable_cores
 from spmd.transport.launcher import launcher_hint, torch_world
 from spmd.transport.processes.job import job_world
 
-__all__ = ["info"]
+__all__ = ["info", "information"]
 
 _PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
 
@@ -78,6 +79,11 @@ def info() -> str:
 
     Inside `with mesh:` it is about that mesh, and shows the schedulers that its maps have chosen.
     """
+    return information().text()
+
+
+def information() -> Table:
+    """What `info` tells, as a table."""
     world = job_world()
     size = 1 if world is None else world.size
     mpi = size if world is not None and world.engine == "mpi" else 1
@@ -105,7 +111,7 @@ def info() -> str:
             rows.append(("scheduler", os.environ.get("SPMD_SCHEDULER") or "auto"))
     else:
         rows.append(("transport", f"{world.engine} for a mesh of {size} workers; others need transport='local'"))
-    return "\n".join(f"{name:14}{text}" for name, text in rows)
+    return Table(rows)
 
 
 _meaning = {

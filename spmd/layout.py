@@ -11,8 +11,9 @@ from typing import Any
 
 from spmd.errors import LayoutError, SpecError
 from spmd.layout_arguments import checked_axes, checked_copies, checked_integers
-from spmd.layout_html import layout_page
 from spmd.layout_picture import BlockGrids
+from spmd.representations.layouts import layout_report
+from spmd.representations.tables import Report, Summarised
 from spmd.spec import P, unreduced_error
 from spmd.tracebacks import api_boundary
 
@@ -50,7 +51,7 @@ def block_bounds(n: int, parts: int | Sequence[int], index: int) -> tuple[int, i
     return at[index], at[index + 1]
 
 
-class Layout:
+class Layout(Summarised):
     """Which box of a global array each worker of a mesh holds.
 
     shape: the global shape. spec: the axes that split each dimension. axes: the names and sizes of the mesh axes, major
@@ -357,26 +358,30 @@ class Layout:
         output.
         width: in characters; wider grids are continued below.
         """
-        return self._grids.draw(f"{title} {self.shape}  {self._how}".lstrip(), ascii=ascii, width=width)
+        return self.block_grids.draw(f"{title} {self.shape}  {self.lies}".lstrip(), ascii=ascii, width=width)
 
-    def html(self, title: str = "Layout", rows: Sequence[tuple[str, str]] = (), itemsize: int | None = None) -> str:
-        """`picture` for notebooks: a table beside an SVG of the blocks, to scale and coloured by worker.
+    def report(
+        self, title: str = "Layout", rows: Sequence[tuple[str, str]] = (), itemsize: int | None = None
+    ) -> Report:
+        """What notebooks, rich and `summary` show: a table, and the blocks, to scale and coloured by worker.
 
         rows: more of the table, names and texts. itemsize: bytes of an entry, to give sizes in bytes.
         """
-        return layout_page(title, self._how, rows, self._grids, itemsize)
+        return layout_report(title, self.lies, rows, self.block_grids, itemsize)
 
-    _repr_html_ = html
+    _report = report
 
     @property
-    def _how(self) -> str:
-        lies = f"grid {tuple(len(c) for c in self.cuts)}"
+    def lies(self) -> str:
+        """The spec or the grid, in short, and whether copies vary."""
+        how = f"grid {tuple(len(c) for c in self.cuts)}"
         if self.spec is not None:
-            lies = str(P(*self.spec.trimmed, unreduced=self.unreduced))
-        return f"{lies}, copies vary" if self.copies == "varying" and self.has_copies else lies
+            how = str(P(*self.spec.trimmed, unreduced=self.unreduced))
+        return f"{how}, copies vary" if self.copies == "varying" and self.has_copies else how
 
     @property
-    def _grids(self) -> BlockGrids:
+    def block_grids(self) -> BlockGrids:
+        """The blocks as pictures show them."""
         return BlockGrids(self.cuts, None if self.spec is None else self.spec.dims, self.axes, self.holders)
 
     @classmethod

@@ -17,8 +17,9 @@ from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, MeshError, nearest
 from spmd.layout import Layout, P, Spec
-from spmd.layout_html import mesh_page
 from spmd.replicas.records import Replicas
+from spmd.representations.layouts import mesh_report
+from spmd.representations.tables import Report, Summarised
 from spmd.settings import check_all, chosen_setting
 from spmd.spec_trees import REQUIRED
 from spmd.state import State, state_of
@@ -113,7 +114,7 @@ def use_map(function: Callable[..., Any]) -> None:
     _map_function = function
 
 
-class Mesh:
+class Mesh(Summarised):
     """A grid of workers with named axes: `Mesh(data=2, model=2)`.
 
     axes: the axis sizes by name, major to minor. The options are keywords of the same call, so an axis of one of
@@ -222,9 +223,9 @@ class Mesh:
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
 
-    def _repr_html_(self) -> str:
+    def _report(self) -> Report:
         name = "to be chosen at first use" if self._transport is None else self._transport.name
-        return mesh_page(repr(self), self.axes, [("transport", name), ("device", self.device)])
+        return mesh_report(repr(self), self.axes, [("transport", name), ("device", self.device)])
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

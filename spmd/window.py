@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from spmd.errors import LayoutError
 from spmd.layout import block_sizes, offsets
+from spmd.representations.tables import Printed, Report, Table
 from spmd.tracebacks import api_boundary
 
 __all__ = ["Taps", "Window", "plan_needs", "plan_transposed", "plan_window"]
@@ -68,7 +69,7 @@ class Taps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Printed):
     """What the blocks of an output need of an input, in one dimension. Entry k of each tuple belongs to block k.
 
     inputs, outputs: the sizes of the blocks, in order; some may be 0.
@@ -126,30 +127,32 @@ class Window:
     def _pairs(self) -> Iterator[tuple[Interval, Interval]]:
         return zip(self.input_bounds, self.needs, strict=True)
 
-    def __str__(self) -> str:
-        """A line per block: its inputs, its outputs, what they need, the halo, and the padding."""
+    @property
+    def heading(self) -> str:
+        """The lengths of input and output, and the taps."""
+        return f"{self.length} -> {self.output_length}{f', {self.taps}' if self.taps else ''}"
+
+    def table(self, title: str = "") -> Table:
+        """A row per block: its inputs, its outputs, what they need, the halo, and the padding."""
 
         def span(start: int, stop: int) -> str:
             return f"{start}:{stop}" if start < stop else "-"
 
         rows = [
-            ("block", "input", "output", "needs", "halo", "padding"),
-            *(
-                (
-                    str(k),
-                    span(*self.input_bounds[k]),
-                    span(*self.output_bounds[k]),
-                    span(*self.needs[k]),
-                    str(self.halos[k]),
-                    str(self.pads[k]) if any(self.pads[k]) else "",
-                )
-                for k in range(len(self.inputs))
-            ),
+            (
+                str(k),
+                span(*self.input_bounds[k]),
+                span(*self.output_bounds[k]),
+                span(*self.needs[k]),
+                str(self.halos[k]),
+                str(self.pads[k]) if any(self.pads[k]) else "",
+            )
+            for k in range(len(self.inputs))
         ]
-        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(t.rjust(w) for t, w in zip(row, wide, strict=True)).rstrip() for row in rows]
-        of = f", {self.taps}" if self.taps else ""
-        return "\n".join([f"{self.length} -> {self.output_length}{of}", *lines])
+        return Table(rows, ("block", "input", "output", "needs", "halo", "padding"), range(6), title)
+
+    def _report(self) -> Report:
+        return Report(self.heading, [self.table()], gap="\n")
 
 
 @api_boundary

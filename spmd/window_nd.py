@@ -10,6 +10,7 @@ from typing import Any
 
 from spmd.errors import LayoutError
 from spmd.layout import Box, Layout
+from spmd.representations.tables import Printed, Report
 from spmd.tracebacks import api_boundary
 from spmd.window import Padding, Pairs, Taps, Window, checked_taps, plan_blocks
 
@@ -17,7 +18,7 @@ __all__ = ["Windows", "plan_windows", "same_grid"]
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Printed):
     """What the blocks of an output need in all dimensions: a `Window` for each, and both layouts."""
 
     source: Layout
@@ -43,10 +44,9 @@ class Windows:
         place = self.source.positions(worker)
         return None if place is None else tuple(w.needs[k] for w, k in zip(self.dims, place, strict=True))
 
-    def __str__(self) -> str:
-        lines = [f"{self.source.shape} -> {self.target.shape}"]
-        lines += [f"dimension {d}: {w}" for d, w in enumerate(self.dims)]
-        return "\n".join(lines)
+    def _report(self) -> Report:
+        tables = [w.table(f"dimension {d}: {w.heading}") for d, w in enumerate(self.dims)]
+        return Report(f"{self.source.shape} -> {self.target.shape}", tables, gap="\n")
 
 
 @api_boundary

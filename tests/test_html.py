@@ -12,7 +12,7 @@ import pytest
 
 import spmd
 from spmd import Layout, P
-from spmd.layout_html import COLOURS, _ink
+from spmd.representations.colours import COLOURS, ink
 
 SVG = "{http://www.w3.org/2000/svg}"
 XY, XYZ = {"x": 2, "y": 3}, {"x": 2, "y": 3, "z": 2}
@@ -208,7 +208,7 @@ def test_names_of_axes_are_escaped():
         Layout((4, 3), P(name), axes)._repr_html_(),
         mesh._repr_html_(),
         spmd.zeros((4, 3), spec=P(name), mesh=mesh)._repr_html_(),
-        Layout((4,), P(name), axes).html("<b>", [("<i>", "&amp;")]),
+        Layout((4,), P(name), axes).report("<b>", [("<i>", "&amp;")]).html(),
     ):
         assert "<script" not in html
         assert "<b>" not in html
@@ -223,5 +223,5 @@ def test_numbers_can_be_read_on_each_colour(colour):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    dark, light = sorted((luminance(colour), luminance(_ink(colour))))
+    dark, light = sorted((luminance(colour), luminance(ink(colour))))
     assert (light + 0.05) / (dark + 0.05) >= 4.5

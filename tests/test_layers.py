@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [
     {"errors", "lazy_imports", "settings", "spellings", "tracebacks"},
     {"kernels", "autodiff"},
-    {"box_layout", "layout", "layout_arguments", "layout_html", "layout_picture", "layout_rules", "spec"},
+    {"box_layout", "layout", "layout_arguments", "layout_picture", "layout_rules", "representations", "spec"},
     {"grid"},
     {"spec_trees"},
     {"plan"},
@@ -56,7 +56,7 @@ LEVELS = [
     {"io"},
     {"bench"},
     {"ledger", "debug", "info", "doctor"},
-    {"numpy", "scipy"},
+    {"numpy", "plot", "scipy"},
     {"adjoints", "strategies"},
     {"testing", "pytest_plugin"},
     {"__init__"},

@@ -48,6 +48,7 @@ PAGES = (
     Page("optim", "spmd.optim", "spmd.optim", "spmd.optim", "Optimisers, as pure functions."),
     Page("random", "spmd.random", "spmd.random", "spmd.random", "Random numbers that are the same on every mesh."),
     Page("io", "spmd.io", "spmd.io", "spmd.io", "Checkpoints and fields in files."),
+    Page("plot", "spmd.plot", "spmd.plot", "spmd.plot", "Pictures by Matplotlib: `pip install spmd[plot]`."),
     Page("testing", "spmd.testing", "spmd.testing", "spmd.testing", "Tests of operators and of their adjoints."),
     Page("errors", "spmd.errors", "spmd.errors", "spmd.errors", "What is raised, and when."),
     Page("torch", "spmd.bridge.torch", "spmd.bridge.torch", "spt", "The bridge to PyTorch.", torch=True),

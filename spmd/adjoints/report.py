@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd.representations.numbers import count_text
+from spmd.representations.tables import Displayed, Report, Table
+
 __all__ = ["AdjointError", "AdjointReport", "Entry", "Fault", "Place", "as_number", "number_text", "table"]
 
 Shape = tuple[int, ...]
@@ -68,7 +71,7 @@ class AdjointError(AssertionError):
 
 
 @dataclass(eq=False)
-class AdjointReport:
+class AdjointReport(Displayed):
     """The result of a dot test.
 
     passed: the verdict, the same on all workers. name, shapes, mesh: of the tested map. mode: "exact" (integers,
@@ -120,36 +123,58 @@ class AdjointReport:
         return f"{self.name} of {' and '.join(map(str, self.shapes))} on {self.mesh}"
 
     def __str__(self) -> str:
+        lines = [self._heading]
+        for name, text in self._facts():
+            if name.startswith("<"):
+                lines.append(f"  {name:9} = {text}")
+            elif name in ("error", "fault"):
+                lines.append(f"  error {text}" if name == "error" else f"  {text}")
+            else:
+                lines.append(f"  {name}: {text}".replace("\n", "\n    ").replace(": \n", ":\n"))
+        return "\n".join(lines)
+
+    def _report(self) -> Report:
+        cost = f"{count_text(self.messages, 'message')}, {self.bytes} bytes"
+        if self.declared is not None and self.declared != (self.messages, self.bytes):
+            cost += f"; declared: {count_text(self.declared[0], 'message')}, {self.declared[1]} bytes"
+        rows = [(name, text.strip("\n")) for name, text in self._facts()]
+        return Report(self._heading, [Table([*rows, ("one F sends", cost)])])
+
+    @property
+    def _heading(self) -> str:
         verdict = "adjoint" if self.passed else "NOT adjoint"
-        lines = [f"{self.of}: {verdict} ({self.mode}, {self.trials} trial{'s' * (self.trials != 1)})"]
+        return f"{self.of}: {verdict} ({self.mode}, {count_text(self.trials, 'trial')})"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """What was found, each with its name."""
+        facts = []
         if not np.isnan(self.backward):
-            lines += [f"  <F x, y>  = {number_text(self.forward)}", f"  <x, F* y> = {number_text(self.backward)}"]
-            lines += [f"  error {self.error:.2e}, bound {self.bound:.2e}"] * (self.mode == "float")
-        lines += [f"  {fault}" for fault in self.faults]
+            facts += [("<F x, y>", number_text(self.forward)), ("<x, F* y>", number_text(self.backward))]
+            facts += [("error", f"{self.error:.2e}, bound {self.bound:.2e}")] * (self.mode == "float")
+        facts += [("fault", str(fault)) for fault in self.faults]
         if not self.passed:
             smallest = self if self.smallest is None else self.smallest  # a report of failure is false
             if smallest is not self:
-                lines.append(f"  smallest case that fails: {smallest.of}")
-            lines += smallest._entry_lines()
+                facts.append(("smallest case that fails", smallest.of))
+            facts += smallest._wrong_entries()
             if self.hint:
-                lines.append(f"  looks like: {self.hint}")
-            lines.append(f"  reproduce: {smallest.reproduce}")
-        return "\n".join(lines)
+                facts.append(("looks like", self.hint))
+            facts.append(("reproduce", smallest.reproduce))
+        return facts
 
-    def _entry_lines(self) -> list[str]:
-        """Where F* is not F^H, line by line."""
+    def _wrong_entries(self) -> list[tuple[str, str]]:
+        """Where F* is not F^H, a line for each entry."""
         if not self.bisected and not self.entries:
             return []
-        entries = [f"    {entry}" for entry in self.entries]
+        lines = "".join(f"\n{entry}" for entry in self.entries)
         if not self.bisected:
-            ellipsis = ["    ..."] * (self.differing > len(self.entries))
-            return [f"  F* is not F^H in {self.differing} of {self.entries_of} entries:", *entries, *ellipsis]
-        if not entries:
-            return [f"  where F* is not F^H was not found: bisection of {self.entries_of} entries ended without one"]
-        return [
-            f"  F* is not F^H in these of {self.entries_of} entries, found by bisection; there may be more:",
-            *entries,
-        ]
+            ellipsis = "\n..." * (self.differing > len(self.entries))
+            return [(f"F* is not F^H in {self.differing} of {self.entries_of} entries", lines + ellipsis)]
+        if not lines:
+            text = f"bisection of {self.entries_of} entries ended without one"
+            return [("where F* is not F^H was not found", text)]
+        name = f"F* is not F^H in these of {self.entries_of} entries, found by bisection; there may be more"
+        return [(name, lines)]
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, as JSON takes them: complex numbers are pairs, and NaN is None."""
@@ -196,12 +221,7 @@ def table(reports: Iterable[AdjointReport]) -> str:
             f"{r.bytes}",
         )
         rows.append((f"{r.name} {' '.join(map(str, r.shapes))}", r.mesh, *figures, "adjoint" if r else r.kind))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        lines.append("  ".join(text.ljust(w) if k in (0, 1, 7) else text.rjust(w) for k, (text, w) in cells).rstrip())
-    return "\n".join(lines)
+    return Table(rows[1:], rows[0], right=range(2, 7)).text()
 
 
 def as_number(z) -> complex:

@@ -18,6 +18,7 @@ from spmd.mesh import here
 from spmd.operators.repartition import repartition
 from spmd.ownership import reclaimed
 from spmd.plan import plan as moves_between
+from spmd.representations.tables import Printed, Report, Table
 
 __all__ = ["FourierPlan", "Move", "Transform", "fourier_plan"]
 
@@ -79,7 +80,7 @@ def _lies(layout: Layout) -> str:
 
 
 @dataclass(frozen=True)
-class FourierPlan:
+class FourierPlan(Printed):
     """Local transforms and repartitions that together are a Fourier transform. Hashable; equal plans do the same.
 
     `plan(x)`, in a body: this worker's block of the transform, from its block of the array. `print(plan)` shows the
@@ -154,20 +155,19 @@ class FourierPlan:
                 holder.append(Array(holder.pop(), state))
         return holder[0]
 
-    def __str__(self) -> str:
+    def _report(self) -> Report:
         rows = []
         for number, (step, dtype) in enumerate(zip(self.steps, self._dtypes, strict=False), 1):
-            cost = ""
+            messages = nbytes = ""
             if isinstance(step, Move):
-                messages, entries = step.cost
-                cost = f"  {messages} message{'s' * (messages != 1)}, {entries * dtype.itemsize} bytes"
-            rows.append((f"  {number}", str(step), f"{dtype}{[*step.before.shape]}", _lies(step.before), cost))
-        widths = [max((len(row[k]) for row in rows), default=0) for k in range(4)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row[:4], widths, strict=True)) + row[4] for row in rows]
+                messages, nbytes = str(step.cost[0]), str(step.cost[1] * dtype.itemsize)
+            array = f"{dtype}{[*step.before.shape]}"
+            rows.append((str(number), str(step), array, _lies(step.before), messages, nbytes))
         head = f"Fourier transform of {self.dtype}{[*self.source.shape]} by {_lies(self.source)}"
         end = f"gives {self._dtypes[-1]}{[*self.out.shape]} by {_lies(self.out)}: {self.repartitions} repartition"
         end += f"{'s' * (self.repartitions != 1)}, {self.messages} messages, {self.nbytes} bytes"
-        return "\n".join([head, *(line.rstrip() for line in lines), end])
+        table = Table(rows, ("step", "what", "array", "layout", "messages", "bytes"), (0, 4, 5))
+        return Report(head, [table, end], gap="\n")
 
 
 def _bared(holder: list[Any]) -> Any:

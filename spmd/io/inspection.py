@@ -17,6 +17,8 @@ from spmd.io.files import CHUNK, ChunkReader
 from spmd.io.manifest import MANIFEST, FileEntry, Manifest, step_folders
 from spmd.io.reading import open_checkpoint, read_manifest
 from spmd.io.trees import constant, json_nodes
+from spmd.representations.numbers import count_text, size_text
+from spmd.representations.tables import Printed, Report, Table
 from spmd.tracebacks import api_boundary
 
 __all__ = ["ArrayInfo", "CheckpointInfo", "Damage", "inspect"]
@@ -51,7 +53,7 @@ class Damage(NamedTuple):
         return f"{self.file}: {self.what}: {', '.join(concerned) or 'no leaf'}"
 
 
-class CheckpointInfo:
+class CheckpointInfo(Printed):
     """What a checkpoint holds.
 
     path: of the folder or file. arrays: an `ArrayInfo` for each, by name, in the order of the tree. constants: numbers,
@@ -144,22 +146,32 @@ class CheckpointInfo:
 
     def table(self, damages: list[Damage] | None = None) -> str:
         """The table that `print` shows. damages: of `verify`; adds a verdict for each array."""
-        total = f"{_count(len(self.arrays), 'array')}, {human_bytes(self.nbytes)} in {_count(self.files, 'file')}"
-        lines = [f"{self.path}: {total}{f', saved {self.created}' if self.created else ''}"]
+        return self._report(damages).text()
+
+    def _report(self, damages: list[Damage] | None = None) -> Report:
+        total = f"{count_text(len(self.arrays), 'array')}, {size_text(self.nbytes)} in {count_text(self.files, 'file')}"
+        heading = f"{self.path}: {total}{f', saved {self.created}' if self.created else ''}"
         if self.metadata is not None:
-            lines.append(f"metadata: {json.dumps(self.metadata, ensure_ascii=False)}")
-        rows = [["name", "shape", "dtype", "layout", "bytes", "pieces"]]
+            heading += f"\nmetadata: {json.dumps(self.metadata, ensure_ascii=False)}"
+        rows: list[list[str]] = []
+        header = [
+            "name",
+            "shape",
+            "dtype",
+            "layout",
+            "bytes",
+            "pieces",
+            *(["checksums"] if damages is not None else []),
+        ]
         wrong = None if damages is None else {name for d in damages for name in d.leaves}
         for name in self._names():
             a = self.arrays.get(name)
             if a is None:
                 rows.append([name, _shortened(repr(self.constants[name]))])
                 continue
-            row = [name, str(a.shape), dtype_name(a.dtype), a.layout, human_bytes(a.nbytes), str(a.pieces)]
+            row = [name, str(a.shape), dtype_name(a.dtype), a.layout, size_text(a.nbytes), str(a.pieces)]
             rows.append([*row, self._verdict(name, wrong)] if wrong is not None else row)
-        if wrong is not None:
-            rows[0].append("checksums")
-        return "\n".join([*lines, "", *_aligned(rows, right=(4, 5))])
+        return Report(heading, [Table(rows, header, right=(4, 5))])
 
     def _names(self) -> Iterator[str]:
         return (name for name, _, is_leaf in json_nodes(self._manifest.tree) if is_leaf)
@@ -167,11 +179,8 @@ class CheckpointInfo:
     def _verdict(self, name: str, wrong: set[str]) -> str:
         return "DAMAGED" if name in wrong else "as written" if self.has_checksums else "none"
 
-    def __str__(self) -> str:
-        return self.table()
-
     def __repr__(self) -> str:
-        return f"<checkpoint {self.path}: {_count(len(self.arrays), 'array')}, {human_bytes(self.nbytes)}>"
+        return f"<checkpoint {self.path}: {count_text(len(self.arrays), 'array')}, {size_text(self.nbytes)}>"
 
 
 @api_boundary
@@ -195,7 +204,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         raise CheckpointError.at(
             "spmd.io.inspect",
             argument="path",
-            got=f"the directory {where} of {_count(len(steps), 'checkpoint')}, one for each step",
+            got=f"the directory {where} of {count_text(len(steps), 'checkpoint')}, one for each step",
             need="one of them",
             mend=f"spmd.io.inspect({str(steps[max(steps)])!r}); `python -m spmd checkpoint {where}` lists all",
         )
@@ -214,20 +223,6 @@ def _info(name: str, key: str, manifest: Manifest) -> ArrayInfo:
     return ArrayInfo(name, entry.shape, entry.dtype, entry.layout, entry.nbytes, len(entry.pieces), files)
 
 
-def human_bytes(n: int) -> str:
-    """A number of bytes for people: `640 B`, `2.5 KiB`, `1.2 GiB`."""
-    value, unit = float(n), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
 def _plain(x: Any) -> Any:
     is_plain = isinstance(x, int | str | None) or (isinstance(x, float) and math.isfinite(x))
     return x if is_plain else repr(x)
@@ -235,18 +230,6 @@ def _plain(x: Any) -> Any:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."
-
-
-def _aligned(rows: list[list[str]], right: tuple[int, ...]) -> list[str]:
-    """Rows as lines of columns. Rows of two cells do not widen the columns. right: columns that end alike."""
-    full = [row for row in rows if len(row) > 2]
-    widths = [max(len(row[c]) for row in full) for c in range(len(full[0]))]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(widths[c]) if c in right else cell.ljust(widths[c]) for c, cell in enumerate(row)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def report(path: Path, verify: bool) -> tuple[Mapping[str, Any], str, bool]:
@@ -265,13 +248,13 @@ def report(path: Path, verify: bool) -> tuple[Mapping[str, Any], str, bool]:
 
 
 def _report_of_steps(path: Path, steps: Mapping[int, Path], verify: bool) -> tuple[Mapping[str, Any], str, bool]:
-    rows = [["step", "saved", "arrays", "bytes", *(["checksums"] if verify else [])]]
-    contents, wrong = [], []
+    header = ["step", "saved", "arrays", "bytes", *(["checksums"] if verify else [])]
+    rows, contents, wrong = [], [], []
     for step, folder in steps.items():
         try:
             info = inspect(folder)
             damages = [str(d) for d in info.verify()] if verify else []
-            row = [str(step), info.created, str(len(info.arrays)), human_bytes(info.nbytes)]
+            row = [str(step), info.created, str(len(info.arrays)), size_text(info.nbytes)]
             content = info.to_dict() | ({"damages": damages} if verify else {})
         except CorruptCheckpointError as error:
             damages = [str(error)]
@@ -279,6 +262,6 @@ def _report_of_steps(path: Path, steps: Mapping[int, Path], verify: bool) -> tup
         wrong += [f"  step {step}: {d}" for d in damages]
         rows.append([*row, *(["DAMAGED" if damages else "as written"] if verify else [])])
         contents.append({"step": step} | content)
-    lines = [f"{path}: {_count(len(steps), 'checkpoint')}", "", *_aligned(rows, right=(0, 2, 3))]
+    lines = [f"{path}: {count_text(len(steps), 'checkpoint')}", "", Table(rows, header, right=(0, 2, 3)).text()]
     lines += ["", "damaged:", *wrong] if wrong else ["", "every byte is as it was written"] if verify else []
     return {"path": str(path), "steps": contents}, "\n".join(lines), not wrong

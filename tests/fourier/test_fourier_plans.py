@@ -43,12 +43,13 @@ def test_the_fewest_repartitions(shape, spec, axes, options, repartitions, out):
 def test_a_plan_is_printed():
     mesh = spmd.Mesh(x=2)
     plan = spmd.fft.plan((8, 6, 4), P("x"), real=True, mesh=mesh)
-    head, first, move, last, end = str(plan).splitlines()
+    head, names, first, move, last, end = str(plan).splitlines()
     assert head == "Fourier transform of float64[8, 6, 4] by P('x', None, None)"
+    assert names.split() == ["step", "what", "array", "layout", "messages", "bytes"]
     assert "1  rfft along 2, fft along 1" in first
     assert "float64[8, 6, 4]" in first
     assert "2  repartition to P(None, 'x', None)" in move
-    assert "2 messages, 1152 bytes" in move
+    assert move.split()[-2:] == ["2", "1152"]
     assert "3  fft along 0" in last
     assert end == "gives complex128[8, 6, 3] by P(None, 'x', None): 1 repartition, 2 messages, 1152 bytes"
     assert "(2, 1)" in str(spmd.fft.plan((8, 6), Layout.grid((8, 6), (2, 1), mesh.axes)))

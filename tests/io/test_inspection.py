@@ -55,13 +55,13 @@ def test_everything_that_was_saved_is_listed(folder):
 
 def test_the_table_is_in_the_order_of_the_tree(folder):
     lines = str(spmd.io.inspect(folder)).splitlines()
-    assert lines[0].startswith(f"{folder}: 3 arrays, 3.0 MiB in 1 file, saved 20")
+    assert lines[0].startswith(f"{folder}: 3 arrays, 3 MiB in 1 file, saved 20")
     assert lines[1:3] == ['metadata: {"code": "a1"}', ""]
     rows = [line.split() for line in lines[3:]]
     assert rows[0] == ["name", "shape", "dtype", "layout", "bytes", "pieces"]
     names = [row[0] for row in rows[1:]]
     assert names == ["params.w", "params.b", "params.empty", "epoch", "rate", "none", "z"]
-    assert rows[1][1:] == ["(384,", "1024)", "float64", "P('x',", "None)", "3.0", "MiB", "2"]
+    assert rows[1][1:] == ["(384,", "1024)", "float64", "P('x',", "None)", "3", "MiB", "2"]
     assert rows[2][1:] == ["(3,)", "float32", "12", "B", "1"]
     assert rows[4:] == [["epoch", "7"], ["rate", "0.5"], ["none", "None"], ["z", "2j"]]
     assert "3 arrays" in repr(spmd.io.inspect(folder))
@@ -205,7 +205,7 @@ def test_the_command_on_a_directory_of_steps(folder, capsys, tmp_path):
     lines = out.splitlines()
     assert (status, lines[0]) == (0, f"{steps}: 3 checkpoints")
     assert [line.split()[0] for line in lines[2:]] == ["step", "9", "10", "200"]
-    assert "3.0 MiB" in lines[3]
+    assert "3 MiB" in lines[3]
     flip(steps / "step-10", CHUNK)
     (steps / "step-200" / "manifest.json").write_bytes(b"{}")
     status, out, _ = command(capsys, steps, "--verify")

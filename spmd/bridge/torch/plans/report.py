@@ -17,6 +17,7 @@ from spmd.bridge.torch.tensor_state import is_partitioned
 from spmd.errors import LayoutError, describe
 from spmd.layout import P
 from spmd.mesh import Worker, here
+from spmd.representations.tables import Part, Printed, Report, Table
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
 
@@ -69,7 +70,7 @@ class SentRow:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Printed):
     """What `plan_report` returns; its text is a table.
 
     module: the class. axes: of the mesh. parameters, sent: rows. kept: by module, the bytes that forward keeps for
@@ -91,21 +92,20 @@ class PlanReport:
         made = asdict(self) | {"sent_by_axes": {", ".join(k): v for k, v in self.sent_by_axes.items()}}
         return json.loads(json.dumps(made))
 
-    def __str__(self) -> str:
+    def _report(self) -> Report:
         mesh = ", ".join(f"{k}={n}" for k, n in self.axes.items())
-        parts = [f"{self.module} on Mesh({mesh}): bytes are those of one worker, from the least to the most"]
-        parts.append(self._parameter_table())
-        parts.append(self._sent_table())
+        heading = f"{self.module} on Mesh({mesh}): bytes are those of one worker, from the least to the most"
+        parts: list[Part | str] = [self._parameter_table(), self._sent_table()]
         parts.append(_table(("memory of a worker", "bytes"), [(k, str(v)) for k, v in self.memory.items()], {1}))
         if self.kept:
             kept = [(self._shown(k), str(v)) for k, v in self.kept.items()]
             parts.append(_table(("kept for backward by", "bytes"), kept, {1}))
-        return "\n\n".join(parts)
+        return Report(heading, parts)
 
     def _shown(self, module: str) -> str:
         return module or f"({self.module})"
 
-    def _parameter_table(self) -> str:
+    def _parameter_table(self) -> Table:
         rows: list[tuple[str, ...]] = []
         last = None
         for r in self.parameters:
@@ -117,7 +117,7 @@ class PlanReport:
             last = r.module
         return _table(("parameter", "shape", "lies", "bytes"), rows, {3})
 
-    def _sent_table(self) -> str:
+    def _sent_table(self) -> Table | str:
         if not self.sent:
             return "a step sends nothing"
         rows, last = [], None
@@ -275,28 +275,5 @@ def _sent_by_axes(records: Sequence[dict[str, Any]]) -> dict[tuple[str, ...], Ra
     return {axes: _range(own) for axes, own in totals.items() if any(own)}
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:
-    """A table of at most 100 columns: the widest of its columns are cut. right: the columns of numbers.
-
-    A row of one text goes over all columns.
-    """
-    cells = [row for row in (header, *rows) if len(row) > 1]
-    lengths = [max(len(row[k]) for row in cells) for k in range(len(header))]
-    while sum(lengths) + 2 * (len(lengths) - 1) > _WIDTH:
-        widest = max((k for k in range(len(lengths)) if k not in right), key=lengths.__getitem__)
-        lengths[widest] -= 1
-    lines = [_line(row, lengths, right) if len(row) > 1 else _cut(row[0], _WIDTH) for row in (header, *rows)]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def _line(row: Sequence[str], lengths: Sequence[int], right: set[int]) -> str:
-    padded = [
-        _cut(cell, n).rjust(n) if k in right else _cut(cell, n).ljust(n)
-        for k, (cell, n) in enumerate(zip(row, lengths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
-
-
-def _cut(text: str, length: int) -> str:
-    """The last characters of a text: names of modules differ there."""
-    return text if len(text) <= length else "…" + text[len(text) - length + 1 :]
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> Table:
+    return Table(rows, header, sorted(right), width=_WIDTH, ruled=True)

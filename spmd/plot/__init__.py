@@ -1,0 +1,10 @@
+"""Pictures by Matplotlib: layouts, values of arrays, what is sent, and when workers run and wait.
+
+Each function returns the Axes that it draws on: `ax`, or those of a new figure.
+"""
+
+from spmd.plot.fields import field
+from spmd.plot.layouts import layout
+from spmd.plot.timelines import timeline
+
+__all__ = ["field", "layout", "timeline"]

@@ -1,0 +1,1 @@
+"""How objects show themselves: one report of tables and pictures, as text, as HTML and for rich."""
