@@ -7,10 +7,12 @@ the wrong entries. The second version is correct, and so is the adjoint of the t
 
     python examples/adjoint_test.py                  virtual workers
     mpiexec -n 3 python examples/adjoint_test.py     processes
+    python examples/adjoint_test.py --picture a.png  draws the matrices of the operator and of both adjoints
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import numpy as np
@@ -37,7 +39,37 @@ def mended(g):
     return (g - np.concatenate([g[1:], after]),)
 
 
+def matrix(f, mesh, n=11):
+    """The matrix of a linear body: the whole program applied to each unit vector."""
+    whole = spmd.map(f, P("line"), P("line"), mesh=mesh)
+    return np.stack([whole(unit).numpy() for unit in np.eye(n)], axis=1)
+
+
+def draw(path, mesh):
+    """The transpose of the operator's matrix beside the matrices of both adjoints; entries that differ are framed."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    wanted = matrix(difference, mesh).T
+    adjoints = {
+        "transpose of the operator": wanted,
+        "adjoint, first version": matrix(lambda g: forgetful(g)[0], mesh),
+        "adjoint, mended": matrix(lambda g: mended(g)[0], mesh),
+    }
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for ax, (title, entries) in zip(figure.subplots(1, 3), adjoints.items(), strict=True):
+        spmd.plot.field(spmd.put(entries, P("line"), mesh), cmap="RdBu", title=title, ax=ax)
+        ax.images[0].set_clim(-1.5, 1.5)
+        for row, column in np.argwhere(entries != wanted):
+            ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, color="#D55E00", linewidth=3, zorder=9))
+    if spmd.is_main():
+        figure.savefig(path, dpi=120)
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--picture", metavar="FILE", help="draw the matrices of the operator and of both adjoints")
+    args = parser.parse_args()
     mesh = spmd.Mesh(line=3)
     given = {"mesh": mesh, "in_specs": P("line"), "exact": True, "raises": False}
     reports = {
@@ -49,6 +81,8 @@ def main() -> int:
         for name, report in reports.items():
             print(f"{name}:\n{report}\n")
         print(table(reports.values()))
+    if args.picture:
+        draw(args.picture, mesh)
     first, *others = reports.values()
     return int(first.passed or not all(report.passed for report in others))
 

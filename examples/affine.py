@@ -4,10 +4,14 @@ Twelve workers hold the weights as a 4 × 3 grid. Workers 0 to 2 hold the input,
 output, in four. Every size is uneven. The program prints the layouts, compares the layer and its gradients with NumPy
 on one worker, counts the messages, and fits the layer to data.
 
-Run: python examples/affine.py, or mpiexec -n 12 python examples/affine.py.
+    python examples/affine.py                         twelve virtual workers
+    mpiexec -n 12 python examples/affine.py           processes
+    python examples/affine.py --picture affine.png    draws where the arrays lie, and the loss
 """
 
 from __future__ import annotations
+
+import argparse
 
 import numpy as np
 
@@ -28,6 +32,7 @@ b_layout = Layout.grid((TARGETS,), (ROWS,), AXES, workers=[4, 5, 6, 7])
 # Each row of the weights gives partial sums of one block of the output, one for each column.
 y_parts = Layout.grid((BATCH, TARGETS), (1, ROWS, COLUMNS), AXES, workers=holders.ravel())
 y_layout = Layout.grid((BATCH, TARGETS), (1, ROWS), AXES, workers=[4, 5, 6, 7])
+ARRAYS = {"input": x_layout, "weights": w_layout, "output": y_layout}
 
 
 def affine(w, b, x):
@@ -43,13 +48,30 @@ def local_loss(w, b, x, y):
     return spmd.psum(np.sum(error * error), "w") / (BATCH * TARGETS)
 
 
+def draw(path, losses) -> None:
+    """Where input, weights and output lie, and the loss of each step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    *shown, curve = figure.subplots(1, 4)
+    for ax, (name, layout) in zip(shown, ARRAYS.items(), strict=True):
+        rows, columns = layout.shape
+        spmd.plot.layout(layout, title=f"{name}, {rows} × {columns}", ax=ax)
+    curve.semilogy(losses, color="black")
+    curve.set(title="loss", xlabel="step")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--picture", metavar="FILE", help="draw where the arrays lie, and the loss")
+    args = parser.parse_args()
     rng = np.random.default_rng(0)
     x, true = rng.normal(size=(BATCH, FEATURES)), rng.normal(size=(TARGETS, FEATURES))
     y = x @ true.T + 0.5
     with spmd.Mesh(**AXES):
         if spmd.is_main():
-            for name, layout in {"input": x_layout, "weights": w_layout, "output": y_layout}.items():
+            for name, layout in ARRAYS.items():
                 print(layout.picture(name), "\n")
         layer = spmd.map(affine, in_specs=(w_layout, b_layout, x_layout), out_specs=y_layout)
         loss = spmd.map(local_loss, in_specs=(w_layout, b_layout, x_layout, y_layout), out_specs=P())
@@ -73,6 +95,8 @@ def main() -> None:
         apart = max(np.abs(gw - sw).max(), np.abs(gb - sb).max())
         print(f"gradients against NumPy on one worker: {apart:.1e} apart")
         print(f"worker 0 sent {log.messages} messages; operators: {dict(log.operators)}")
+        if args.picture:
+            draw(args.picture, losses)
 
 
 if __name__ == "__main__":

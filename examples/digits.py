@@ -5,6 +5,7 @@
     python examples/digits.py --data 3 --model 1   another mesh; it need not divide the batch or the widths
     python examples/digits.py --device cuda        the workers' blocks on a GPU, or on several
     python examples/digits.py --checkpoints run    save each epoch; another call goes on from there, on any mesh
+    python examples/digits.py --picture a.png      draws losses, some scans, and where the weights lie
 
 The batch is split over the mesh axis `data`, the layers over the axis `model`.
 """
@@ -101,6 +102,7 @@ def main():
             _, grads_of_one = loss_and_grads(drawn, batch, batch_labels)
         difference = largest_difference(spmd.tree.map(lambda g: g.numpy(), grads), grads_of_one)
 
+        losses = []
         start, accuracy = time.perf_counter(), accuracy_of(params)
         for epoch in range(first, args.epochs + 1):
             order, total = rng.permutation(len(x)), 0.0
@@ -114,12 +116,16 @@ def main():
                 seen = k + len(rows)
                 accuracy = accuracy_of(params) if seen == len(x) else accuracy
                 show_progress(args, mesh, epoch, seen / len(x), total / seen, accuracy)
+            losses.append(float(total) / len(x))
             if checkpoints is not None:
                 checkpoints.save(epoch, {"params": params, "state": state, "rng": rng, "epoch": epoch})
         seconds = time.perf_counter() - start
 
         arrays = {f"{name}{k}": a for k, layer in enumerate(params, 1) for name, a in zip("wb", layer, strict=True)}
         arrays |= {"batch": spmd.put(batch, P("data")), "logits": predict(params, batch)}
+        guesses = predict(params, x_test[:12]).numpy().argmax(axis=1)
+        if args.picture and spmd.is_main():
+            draw(args.picture, losses, x_test, labels_test, guesses, params[0][0], params[1][0])
         if spmd.is_main():
             report(mesh, seconds, accuracy, difference, log, arrays)
 
@@ -159,6 +165,26 @@ def report(mesh, seconds, accuracy, difference, log, arrays):
     print(side_by_side(pictures, width=shutil.get_terminal_size((120, 24)).columns))
 
 
+def draw(path, losses, scans, labels, guesses, first, second):
+    """The losses, some scans that were not trained on, and the blocks of the first two weights."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    left, middle, right = figure.subfigures(1, 3, width_ratios=(1, 1, 1.2))
+    curve = left.subplots()
+    curve.semilogy(range(1, len(losses) + 1), losses, ".-", color="black")
+    curve.set(title="loss", xlabel="epoch")
+    curve.xaxis.get_major_locator().set_params(integer=True)
+    middle.suptitle("test scans, as the network reads them", fontsize="medium")
+    for ax, scan, label, guess in zip(middle.subplots(3, 4).flat, scans, labels, guesses, strict=False):
+        ax.imshow(scan.reshape(8, 8), cmap="gray_r")
+        ax.set_title(f"{guess}", fontsize="small", color="black" if guess == label else "#D55E00", pad=2)
+        ax.set_axis_off()
+    for ax, name, weight in zip(right.subplots(1, 2), ("columns", "rows"), (first, second), strict=True):
+        spmd.plot.layout(weight, title=f"weights {' × '.join(map(str, weight.shape))}, by {name}", ax=ax)
+    figure.savefig(path, dpi=120)
+
+
 def writes_unicode():
     return "utf" in (sys.stdout.encoding or "").lower()
 
@@ -182,6 +208,7 @@ def parse_args():
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="where the blocks lie; None: on the CPU")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="where to save each epoch, and to go on from")
+    parser.add_argument("--picture", metavar="FILE", help="draw losses, some scans, and where the weights lie")
     parser.add_argument("--full-precision", action="store_true", help="print losses to the last bit, a line per epoch")
     args = parser.parse_args()
     if len(args.hidden) % 2 == 0 or min(args.hidden) < 1 or args.batch < 1:

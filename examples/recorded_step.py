@@ -3,6 +3,7 @@
     python examples/recorded_step.py                       four virtual workers in this process
     mpiexec -n 4 python examples/recorded_step.py          four processes: the same file, the same losses
     python examples/recorded_step.py --data 3 --model 1    another mesh; it need not divide the batch or the widths
+    python examples/recorded_step.py --picture steps.png   draws how long each step took
 
 The step is written twice: as a body, on the blocks of one worker, and as a function of global arrays. `spmd.jit` runs
 the Python of each once, and replays its program from then on.
@@ -81,6 +82,7 @@ def main():
             "global arrays": step_of(loss, optimizer),
             "global arrays, recorded": spmd.jit(step_of(loss, optimizer)),
         }
+        every = {}
         for name, step in ways.items():
             params = spmd.put(drawn, SPECS)
             state = optimizer.init(params)
@@ -90,9 +92,26 @@ def main():
                 start = time.perf_counter()
                 params, state, value = step(params, state, *batch)
                 times.append(time.perf_counter() - start)
-            last = float(value)
+            last, every[name] = float(value), times
             if spmd.is_main():
                 print(f"{name:24} loss {last:.10f}   {np.median(times) * 1e3:6.2f} ms a step")
+        if args.picture and spmd.is_main():
+            draw(args.picture, every)
+
+
+def draw(path, every):
+    """The times of the steps, by the way in which they are run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    ax = figure.subplots()
+    names = [*reversed(every)]
+    boxes = [np.multiply(every[name][1:], 1e3) for name in names]  # the first step records the others
+    ax.boxplot(boxes, orientation="horizontal", whis=(5, 95), showfliers=False, medianprops={"color": "#D55E00"})
+    ax.set_yticks(range(1, len(names) + 1), names)
+    ax.set(title="time of a step: median, quartiles, 5 to 95 %", xlabel="milliseconds", xscale="log")
+    ax.grid(axis="x", which="both", alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def parse_args():
@@ -102,6 +121,7 @@ def parse_args():
     parser.add_argument("--batch", type=int, default=64, help="scans per step")
     parser.add_argument("--hidden", type=int, default=32, help="hidden features")
     parser.add_argument("--steps", type=int, default=100, help="steps of training")
+    parser.add_argument("--picture", metavar="FILE", help="draw how long each step took")
     return parser.parse_args()
 
 

@@ -3,6 +3,7 @@
     python examples/restart.py                               the whole story: four runs, three of which kill themselves
     python examples/restart.py --folder run --kill-in 35     one run, which saves there and kills itself in step 35
     mpiexec -n 4 python examples/restart.py --folder run     another one, of four processes, which goes on from there
+    python examples/restart.py --picture restart.png         draws the losses of the whole story
 
 The parameters of a small network, the state of its optimiser, the generator that draws the batches and the step are
 saved in the background every five steps. `--kill-in` sends SIGKILL, which no program can catch: files that were being
@@ -45,7 +46,8 @@ def train(args):
     loss_and_grads = spmd.value_and_grad(loss)
     with spmd.Mesh(data=args.data, model=args.model) as mesh:
         params = spmd.put(drawn, SPECS)
-        run = {"params": params, "optimizer": optimizer.init(params), "rng": rng, "step": 0}
+        losses = np.full(args.steps, np.nan)
+        run = {"params": params, "optimizer": optimizer.init(params), "rng": rng, "step": 0, "losses": losses}
         checkpoints = spmd.io.CheckpointManager(args.folder, max_to_keep=2)
         if checkpoints.latest() is not None:
             run = checkpoints.restore(like=run)
@@ -54,6 +56,7 @@ def train(args):
             x = rng.normal(size=(50, 8))  # the generator of `run` is this one: it was loaded in place
             value, grads = loss_and_grads(run["params"], x, np.sin(x).sum(axis=1))
             params, state = optimizer.update(grads, run["optimizer"], run["params"])
+            run["losses"][run["step"]] = value
             run |= {"params": params, "optimizer": state, "step": run["step"] + 1}
             if run["step"] % 5 == 0:
                 checkpoints.save(run["step"], run)
@@ -82,6 +85,30 @@ def tell_story(args):
         subprocess.run([*command[:4], "--folder", f"{folder}/whole", "--data", "1", "--model", "1"], check=True)
         print("\nthe last checkpoint of the run that was killed")
         print(spmd.io.inspect(f"{folder}/killed/step-{args.steps}"))
+        if args.picture:
+            last = [spmd.load(f"{folder}/{run}/step-{args.steps}")["losses"] for run in ("killed", "whole")]
+            draw(args.picture, *last)
+
+
+def draw(path, losses, whole):
+    """The losses by the mesh that computed them, those of the run without a break, and where runs were killed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    ax = figure.subplots()
+    ax.semilogy(range(1, len(whole) + 1), whole, color="lightgray", linewidth=7, label="one worker, without a break")
+    first = 0
+    for (name, options), colour in zip(STORY, ("#E69F00", "#0072B2", "#009E73", "#CC79A7"), strict=True):
+        killed = int(options[-1]) if "--kill-in" in options else len(losses)
+        last = killed if killed == len(losses) else killed // 5 * 5  # of these steps the next run begins with
+        ax.semilogy(range(first + 1, last + 1), losses[first:last], ".-", color=colour, label=name)
+        if killed < len(losses):
+            ax.axvspan(last + 0.5, killed, color=colour, alpha=0.25, linewidth=0)
+            ax.axvline(killed, color=colour, linestyle=":")
+        first = last
+    ax.set(title="loss; dotted: killed, shaded: steps that were lost and run again", xlabel="step")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
 
 
 def main():
@@ -91,6 +118,7 @@ def main():
     parser.add_argument("--model", type=int, default=2, help="workers that share the hidden features")
     parser.add_argument("--steps", type=int, default=60, help="how many steps to train")
     parser.add_argument("--kill-in", type=int, help="the step in which the run kills itself")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses of the whole story")
     args = parser.parse_args()
     train(args) if args.folder else tell_story(args)
 

@@ -2,6 +2,7 @@
 
     python examples/shallow_water.py                     four virtual workers
     mpiexec -n 4 python examples/shallow_water.py        four processes: the same numbers
+    python examples/shallow_water.py --picture a.png     draws the true height, the found one, and the gauges
 
 The loop is `spmd.scan`. Under `spmd.jit` one step is recorded once, forward and back. With checkpoint="sqrt" the
 gradient keeps a few states, and runs the steps between them again.
@@ -39,12 +40,30 @@ def misfit(h, gauges, recorded, steps, checkpoint):
     return np.sum((record(h, gauges, steps, checkpoint) - recorded) ** 2)
 
 
+def draw(path, truth, found, gauges, misfits) -> None:
+    """The true and the found height with the blocks of workers and the gauges, and the misfit of each iteration."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    *maps, curve = figure.subplots(1, 3)
+    _, rows, columns = np.nonzero(gauges)
+    for ax, name, height in zip(maps, ("true height and gauges", "found height"), (truth, found), strict=True):
+        spmd.plot.field(spmd.put(height, PLANE), title=name, ax=ax)
+        ax.images[0].set_clim(truth.min(), truth.max())
+    maps[0].plot(columns, rows, "o", color="#D55E00", markeredgecolor="white")
+    curve.semilogy(misfits, ".-", color="black")
+    curve.set(title="misfit", xlabel="iteration")
+    if spmd.is_main():
+        figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", default="2,2", help="workers along x and y (default 2,2)")
     parser.add_argument("--points", type=int, default=24, help="points along each side (default 24)")
     parser.add_argument("--steps", type=int, default=40, help="steps of time (default 40)")
     parser.add_argument("--iterations", type=int, default=30, help="of the search (default 30)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the true height, the found one, and the gauges")
     args = parser.parse_args()
 
     x, y = np.meshgrid(*[np.linspace(-1, 1, args.points)] * 2, indexing="ij")
@@ -58,13 +77,16 @@ def main() -> None:
         (value, g), (_, every) = (loss(h, gauges, recorded, args.steps, c) for c in ("sqrt", None))
         apart = np.abs(np.asarray(g) - np.asarray(every)).max() / np.abs(np.asarray(every)).max()
         search = spmd.optim.adam(0.02)
-        state, first = search.init(h), float(value)
+        state, misfits = search.init(h), [float(value)]
         for _ in range(args.iterations):
             h, state = search.update(np.asarray(g), state, h)
             value, g = loss(h, gauges, recorded, args.steps, "sqrt")
+            misfits.append(float(value))
+        if args.picture:
+            draw(args.picture, truth, h, gauges, misfits)
         if spmd.is_main():
             print(f"gradients of all states kept, and of few: {apart:.1e} apart")
-            print(f"misfit {first:.3e} at first, {float(value):.3e} after {args.iterations} iterations")
+            print(f"misfit {misfits[0]:.3e} at first, {misfits[-1]:.3e} after {args.iterations} iterations")
             print(f"error of the height {np.abs(h - truth).max() / 0.3:.2f} of the mound")
 
 

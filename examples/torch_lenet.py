@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 examples/torch_lenet.py     the same, without MPI
     python examples/torch_lenet.py --rows 3 --channels 1    another mesh; it need not divide anything
     python examples/torch_lenet.py --check                  trains on one worker too, and compares
+    python examples/torch_lenet.py --picture lenet.png      draws the losses, and scans with the cut between workers
 
 The images and all maps of features are split over the mesh axis `rows`: a worker fetches the edges of its neighbours'
 rows that its own results are made of. Channels are split over the axis `channels`: the first convolution makes some of
@@ -107,17 +108,19 @@ def main() -> None:
         model = split(whole)
         losses = train(model, x, labels, args)
         with torch.no_grad():
-            right = model(x_test).argmax(1) == labels_test
-        return torch.tensor(losses), gathered(model), right.double().mean()
+            guesses = model(x_test).argmax(1)
+        return torch.tensor(losses), gathered(model), (guesses == labels_test).double().mean(), guesses
 
     with spmd.Mesh(rows=args.rows, channels=args.channels) as mesh:
         run = spt.map(body, in_specs=(IMAGES, P(), IMAGES, P()), out_specs=P(), check=not args.unchecked)
         start = time.perf_counter()
-        losses, parameters, accuracy = run(x, labels, x_test, labels_test)
+        losses, parameters, accuracy, guesses = run(x, labels, x_test, labels_test)
         seconds = time.perf_counter() - start
         if spmd.is_main():
             print(f"test accuracy {accuracy:.1%}")
             print(f"{mesh}, {mesh.transport.name} transport: {seconds / args.epochs:.1f} s per epoch")
+            if args.picture:
+                draw(args, losses, x_test, labels_test, guesses)
         if args.check and spmd.is_main():
             print("\nthe same on one worker")
             start = time.perf_counter()
@@ -129,6 +132,26 @@ def main() -> None:
             print(f"one worker: {seconds / args.epochs:.1f} s per epoch")
             print(f"losses of {len(losses)} steps: at most {apart:.1e} apart")
             print(f"all parameters at last: at most {apart_at_last:.1e} apart")
+
+
+def draw(args: argparse.Namespace, losses, scans, labels, guesses) -> None:
+    """The loss of each step, and some scans that were not trained on, with the cuts between the workers' rows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    curve = left.subplots()
+    curve.semilogy(range(1, len(losses) + 1), losses, color="black", linewidth=0.8)
+    curve.set(title="loss", xlabel="step")
+    right.suptitle("test scans, as the network reads them; lines between workers", fontsize="medium")
+    cuts = np.cumsum(spmd.Layout((32,), P("rows"), {"rows": args.rows}).cuts[0])[:-1]
+    for ax, scan, label, guess in zip(right.subplots(2, 5).flat, scans, labels, guesses, strict=False):
+        ax.imshow(scan[0], cmap="gray_r")
+        ax.set_title(f"{int(guess)}", fontsize="small", color="black" if guess == label else "#D55E00", pad=2)
+        ax.set_axis_off()
+        for cut in cuts:
+            ax.axhline(cut - 0.5, color="#0072B2", linewidth=1.5)
+    figure.savefig(args.picture, dpi=120)
 
 
 def parse_args() -> argparse.Namespace:
@@ -144,6 +167,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of SGD with momentum 0.9")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the parameters and the order of the scans")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of data and parameters")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses, and scans with the cut between workers")
     parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
     parser.add_argument("--unchecked", action="store_true", help="a body of plain tensors: spt.map(..., check=False)")
     return parser.parse_args()

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 4 examples/torch_transformer.py     the same, without MPI
     python examples/torch_transformer.py --sequence               between the pairs of layers positions are split too
     python examples/torch_transformer.py --model 3 --heads 5      another mesh; it need not divide anything
+    python examples/torch_transformer.py --picture a.png          draws the losses, and which worker has which heads
 
 Layers come in pairs. The first of a pair makes features, some on each worker; the second takes those, and one sum over
 the mesh axis `model` completes it. The gradient needs one sum as well, where the pair begins (Shoeybi et al., 2019).
@@ -207,8 +208,27 @@ def main() -> None:
             pairs = zip(parameters, whole.parameters(), strict=True)
             apart_at_last = max((a - b).abs().max().item() for a, b in pairs)
             print(f"one worker: {1e3 * seconds / args.steps:.1f} ms per step")
+            if args.picture:
+                draw(args, losses, losses_of_one, mesh)
             print(f"losses of {len(losses)} steps: at most {apart:.1e} apart")
             print(f"all parameters at last: at most {apart_at_last:.1e} apart")
+
+
+def draw(args: argparse.Namespace, losses, losses_of_one, mesh: spmd.Mesh) -> None:
+    """The losses of the workers over those of one, and which worker has which heads and hidden features."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    curve, heads, hidden = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    steps = range(1, len(losses) + 1)
+    curve.plot(steps, losses_of_one, color="lightgray", linewidth=6, label="one worker")
+    curve.plot(steps, losses, color="#D55E00", label=f"{args.model} workers")
+    curve.set(title="loss", xlabel="step")
+    curve.legend(frameon=False)
+    of_head = args.width // args.heads
+    spmd.plot.layout(P("model"), (args.heads, of_head), mesh, title="heads, by features", ax=heads)
+    spmd.plot.layout(P("model"), (args.hidden, args.width), mesh, title="up, of the perceptron", ax=hidden)
+    figure.savefig(args.picture, dpi=120)
 
 
 def parse_args() -> argparse.Namespace:
@@ -226,6 +246,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="features of the perceptron")
     parser.add_argument("--lr", type=float, default=0.01, help="learning rate of Adam")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the stretches")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses, and which worker has which heads")
     parser.add_argument("--unchecked", action="store_true", help="a body of plain tensors: spt.map(..., check=False)")
     return parser.parse_args()
 

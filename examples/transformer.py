@@ -3,6 +3,7 @@
     python examples/transformer.py                       four virtual workers in this process
     mpiexec -n 4 python examples/transformer.py          four processes: the same file, the same losses
     python examples/transformer.py --data 3 --model 1    another mesh; it need not divide the batch or the heads
+    python examples/transformer.py --picture text.png    draws the losses, and how arrays lie
 
 Workers along `data` share a batch; workers along `model` share the heads of attention and the hidden features. The text
 is that of `help()` in the standard library. A whole step is recorded once: loss, gradients, clipping, AdamW.
@@ -117,18 +118,40 @@ def main():
     with spmd.Mesh(data=args.data, model=args.model):
         params = spmd.put(drawn_params, specs)
         state = optimizer.init(params)
+        losses = []
         start, since = time.perf_counter(), 0
         for k in range(1, args.steps + 1):
             starts = rng.integers(0, len(text) - args.context, args.batch)
             rows = text[starts[:, None] + np.arange(args.context + 1)]
             params, state, value = step(params, state, spmd.put(rows, BATCH))
+            losses.append(value)
             since += args.batch * args.context
             if k == 1 or k == args.steps or k % args.every == 0:
                 last, now = float(value), time.perf_counter()
                 report(f"step {k:5}   loss {last:.8f}   {since / (now - start):9.0f} characters/s")
                 start, since = now, 0
         sample = continued(logits, params, text[: args.context], args.sample, rng)
-    report("\n" + "".join(alphabet[sample]))
+        written = "".join(alphabet[sample])
+        report("\n" + written)
+        if args.picture and spmd.is_main():
+            draw(args.picture, [float(value) for value in losses], written, params["layers"][0])
+
+
+def draw(path, losses, written, layer):
+    """The loss of each step, how two weights lie, and what the network writes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    curve, up, down, text = figure.subplots(1, 4, width_ratios=(2, 1, 1, 2))
+    curve.plot(range(1, len(losses) + 1), losses, color="black")
+    curve.set(title="loss", xlabel="step")
+    spmd.plot.layout(layer["up"], title="up: rows", ax=up)
+    spmd.plot.layout(layer["down"], title="down: columns", ax=down)
+    lines = [line[k : k + 48] for line in written.splitlines() for k in range(0, max(len(line), 1), 48)]
+    text.text(0, 1, "\n".join(lines[:16]), family="monospace", fontsize=8, va="top", parse_math=False)
+    text.set_title("what it writes")
+    text.set_axis_off()
+    figure.savefig(path, dpi=120)
 
 
 def report(line):
@@ -147,6 +170,7 @@ def parse_args():
     parser.add_argument("--layers", type=int, default=2, help="layers")
     parser.add_argument("--heads", type=int, default=4, help="heads of attention per layer")
     parser.add_argument("--features", type=int, default=64, help="features of a character, a multiple of the heads")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses, how weights lie, and what is written")
     parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
     return parser.parse_args()
 

@@ -8,7 +8,7 @@ communication included, comes from the tape. It is compared with an adjoint deri
     python examples/wave.py                          2 x 2 virtual workers
     python examples/wave.py --mesh 3,1 --steps 10    another split, fewer iterations
     mpiexec -n 4 python examples/wave.py             four processes, the same figures
-    python examples/wave.py --plot wave.png          draws the speeds and the convergence
+    python examples/wave.py --picture wave.png       draws the speeds and the convergence
 
 It needs SciPy and Matplotlib: pip install "spmd[examples]".
 """
@@ -122,20 +122,20 @@ def invert(loss, m, steps: int, report):
 
 
 def draw(path: str, truth, start, found, values) -> None:
-    import matplotlib
+    """Squared speeds with the blocks of the workers, and the misfit of each iteration."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), constrained_layout=True)
-    for ax, field, title in zip(axes, (truth, start, found), ("true", "start", "found"), strict=False):
-        shown = ax.imshow(field, vmin=truth.min(), vmax=truth.max(), cmap="terrain")
-        ax.set(title=f"squared speed, {title}", xlabel="y", ylabel="x")
-    figure.colorbar(shown, ax=axes[:3], shrink=0.8, label="(Δt c / Δx)²")
-    axes[3].semilogy(np.array(values) / values[0], "k.-")
-    axes[3].set(title="misfit", xlabel="iteration", ylabel="relative to the start")
-    axes[3].grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure = Figure(figsize=(17, 3.8), layout="constrained")
+    *maps, curve = figure.subplots(1, 4)
+    for ax, field, title in zip(maps, (truth, start, found), ("true", "start", "found"), strict=True):
+        title = f"squared speed (Δt c / Δx)², {title}"
+        spmd.plot.field(spmd.put(field, P("x", "y")), title=title, cmap="terrain", ax=ax)
+        ax.images[0].set_clim(truth.min(), truth.max())
+    curve.semilogy(np.array(values) / values[0], "k.-")
+    curve.set(title="misfit", xlabel="iteration", ylabel="relative to the start")
+    curve.grid(alpha=0.3)
+    if spmd.is_main():
+        figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=40, help="grid points along each side (default 40)")
     parser.add_argument("--times", type=int, default=160, help="steps of time (default 160)")
     parser.add_argument("--steps", type=int, default=25, help="iterations (default 25)")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture")
+    parser.add_argument("--picture", metavar="FILE", help="write a picture")
     args = parser.parse_args()
 
     n = args.points
@@ -185,12 +185,11 @@ def main() -> None:
 
         values, found = invert(loss, start, args.steps, report)
         values.insert(0, float(value))
+        if args.picture:
+            draw(args.picture, truth, start, found, values)
         if spmd.is_main():
             error = np.linalg.norm(found - truth) / np.linalg.norm(start - truth)
             print(f"\nmisfit {values[-1] / values[0]:.1e} of the start, error of the model {error:.2f} of the start")
-            if args.plot:
-                draw(args.plot, truth, start, found, values)
-                print(f"drawn: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_the_gradient_of_a_wave_is_the_adjoint_by_hand(mesh, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("scipy")
     plot = tmp_path / "wave.png"
-    lines = wave(run_python(WAVE, *SHORT, "--mesh", mesh, "--plot", str(plot), timeout=120))
+    lines = wave(run_python(WAVE, *SHORT, "--mesh", mesh, "--picture", str(plot), timeout=120))
     assert float(re.search(r"by hand: ([\d.e+-]+) apart", lines[2])[1]) < 1e-12
     assert float(re.search(r"misfit ([\d.e+-]+) of the start", "\n".join(lines))[1]) < 1
     messages = int(re.search(r"takes (\d+) messages", lines[3])[1])

@@ -32,7 +32,56 @@ class Entry(NamedTuple):
     alt: str
 
 
-ENTRIES: dict[str, Entry] = {}
+ENTRIES = {
+    "digits": Entry(
+        "Digits: data and model parallel",
+        "The loss falls over epochs; scans of digits and what the network reads; blocks of two weights.",
+    ),
+    "shallow_water": Entry(
+        "Shallow water: an initial height from gauges",
+        "The true and the found height of water, both cut into blocks of four workers, and the falling misfit.",
+    ),
+    "wave": Entry(
+        "Full-waveform inversion",
+        "Maps of wave speeds, true, at the start and found, cut into blocks of four workers, and the falling misfit.",
+    ),
+    "fno": Entry(
+        "A Fourier neural operator",
+        "Permeability, the solver's pressure, the network's, and their difference, with the rows of two workers.",
+    ),
+    "transformer": Entry(
+        "A transformer in NumPy",
+        "The loss falls over steps; blocks of two weights, one by rows and one by columns; text that it writes.",
+    ),
+    "recorded_step": Entry(
+        "Steps that are recorded once",
+        "Times of a step of four ways to run it: recorded ones take about a tenth of the others.",
+    ),
+    "restart": Entry(
+        "A run that is killed, and goes on",
+        "The loss of a run that is killed three times and goes on on other meshes lies on that of a run without break.",
+    ),
+    "adjoint_test": Entry(
+        "An adjoint, and the bug in it",
+        "The transpose of an operator, an adjoint that lacks two entries at block borders, and the right one.",
+    ),
+    "affine": Entry(
+        "A layer on unequal partitions",
+        "Blocks of input, weights and output on three, twelve and four workers, and the falling loss.",
+    ),
+    "torch_unet": Entry(
+        "PyTorch: a U-Net split in space",
+        "Images of shapes in noise, the true classes and the predicted ones, with lines between four workers.",
+    ),
+    "torch_lenet": Entry(
+        "PyTorch: LeNet split over rows and channels",
+        "The loss falls over steps; scans of digits, cut between two workers, with the digits that the network reads.",
+    ),
+    "torch_transformer": Entry(
+        "PyTorch: a transformer split over heads",
+        "The losses of four workers lie on those of one; which worker has which heads and hidden features.",
+    ),
+}
 
 
 def source_of(name: str) -> str:

@@ -41,7 +41,7 @@ def new_axes(where: str, ax: Any, width: float, height: float) -> Any:
 
 def pixels_per_unit(ax: Any) -> tuple[float, float]:
     """How many pixels one unit of the data has, across and down, as the figure now is."""
-    ax.figure.draw_without_rendering()  # the layout and the aspect are settled here
+    ax.figure.figure.draw_without_rendering()  # of the whole figure: the layout and the aspect are settled here
     (x0, y0), (x1, y1) = ax.transData.transform([(0.0, 0.0), (1.0, 1.0)])
     return abs(x1 - x0), abs(y1 - y0)
 
