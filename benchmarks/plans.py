@@ -4,7 +4,8 @@ A block of a transformer: attention of 8 heads by four layers, a perceptron, nor
 tokens of width 512. Plans split heads and hidden features; DTensor does so by `parallelize_module`; by hand the two
 sums of each pair are written out. A U-Net of two levels, 3x3 convolutions of 16, 32 and 64 channels, on 4 images of
 128x128 points, which are split by rows. By hand each convolution fetches a row from its neighbour, and the gradients of
-all parameters are summed in one. All in float32, processes of one thread; one process of two threads sends nothing.
+all parameters are summed in one. LeNet-5 on 64 images of 32x32 points, split by rows: so small that messages show. All
+in float32, processes of one thread; one process of two threads sends nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from benchmarks.contest import ONE_THREAD, Builders, Case, Section, repeated, torch_with
 
 PLANS = Section("plans", "modules split over two processes, value and gradients", 1e-3, memory=True)
+BATCH = 64
+"""Images of LeNet."""
 TORCHRUN: dict[str, Any] = {"launcher": "torchrun", "processes": 2, "needs": ("torch",), "env": ONE_THREAD}
 
 
@@ -82,6 +85,15 @@ def make_unet() -> Any:
     return UNet()
 
 
+def make_lenet() -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2)),
+        *(nn.Flatten(), nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10)),
+    )
+
+
 def work(name: str, quick: bool) -> tuple[Any, Any]:
     """A module and its input."""
     import torch
@@ -90,13 +102,23 @@ def work(name: str, quick: bool) -> tuple[Any, Any]:
     torch.manual_seed(0)
     if name == "block":
         return make_block(width), torch.randn(8, tokens, width)
+    if name == "lenet":
+        return make_lenet(), torch.randn(BATCH, 1, 32, 32)
     return make_unet(), torch.randn(4, 1, points, points)
 
 
-def works(case: Callable[..., Case], quick: bool, names: tuple[str, ...] = ("block", "unet")) -> Builders:
+def titles(quick: bool) -> dict[str, str]:
+    """The names of the cases."""
     tokens, width, points = sizes(quick)
-    titles = {"block": f"transformer block, {tokens} tokens of width {width}", "unet": f"U-Net, {points}x{points}"}
-    return {titles[name]: lambda name=name: case(name, quick) for name in names}
+    return {
+        "block": f"transformer block, {tokens} tokens of width {width}",
+        "unet": f"U-Net, {points}x{points}",
+        "lenet": f"LeNet, batch {BATCH}",
+    }
+
+
+def works(case: Callable[..., Case], quick: bool, names: tuple[str, ...] = ("block", "unet", "lenet")) -> Builders:
+    return {titles(quick)[name]: lambda name=name: case(name, quick) for name in names}
 
 
 def told(value: Any, net: Any, whole: Callable[[Any], Any]) -> list[Any]:
@@ -112,8 +134,12 @@ def by_plans(name: str, quick: bool, transport: str) -> Case:
 
     net, x = work(name, quick)
     mesh, made = spmd.Mesh(workers=2, transport=transport), {}
-    plan = {"attn": spt.heads("workers"), "up": spt.column("workers"), "down": spt.row("workers")}
-    plan = plan if name == "block" else {"enter": spt.spatial(P(None, None, "workers"))}
+    rows = spt.spatial(P(None, None, "workers"))
+    plan = {
+        "block": {"attn": spt.heads("workers"), "up": spt.column("workers"), "down": spt.row("workers")},
+        "unet": {"enter": rows},
+        "lenet": {"0": rows},
+    }[name]
 
     def step():
         if not made:

@@ -18,6 +18,7 @@ from typing import Literal
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
 from benchmarks.loops import BLOCK
+from benchmarks.plans import titles
 from benchmarks.saving import READS, WRITES
 
 __all__ = ["TARGETS", "Found", "Target", "found"]
@@ -89,6 +90,7 @@ def _targets() -> Iterator[Target]:
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.2, ours=("spmd, MPI, jit",))
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.5, ours=("spmd, jit",))
     yield from _of_loops()
+    yield from _of_plans()
     for case in (*WRITES, *READS):
         yield Target("saving", case, ("torch DCP", "torch DCP, a file each"), 1)
         yield Target("saving", case, ("cp",), 0.5)
@@ -113,6 +115,15 @@ def _of_loops() -> Iterator[Target]:
         for way in "", ", fori_loop":
             case = f"stencil, 64x64, 20 steps{way}"
             yield Target("loops", case, ("spmd, 1 worker",), 1 / most, ours=(f"spmd, {workers} workers",))
+
+
+def _of_plans() -> Iterator[Target]:
+    engines, of = ("spmd, MPI", "spmd, gloo"), titles(quick=False)
+    for name, peer in {"block": "torch DTensor", "unet": "torch, by hand"}.items():
+        yield Target("plans", of[name], (peer,), 1, ours=engines)
+        for engine in engines:
+            yield Target("plans", of[name], (peer,), 1, "memory", (engine,))
+    yield Target("plans", of["lenet"], ("torch, 1 process",), 1 / 1.5, ours=engines)
 
 
 TARGETS = tuple(_targets())

@@ -75,6 +75,10 @@ class Frontend(Protocol):
         """The data as a NumPy or CuPy array, for reading only; None where there is no data to read."""
         ...
 
+    def owner(self, x: Any) -> Any:
+        """An object that exists as long as the memory of an array; None where there is no data to read."""
+        ...
+
     def cast(self, x: Any, dtype: np.dtype) -> Any:
         """x in the dtype that corresponds to this NumPy dtype."""
         ...

@@ -233,11 +233,10 @@ def varying(a, axis_name: str | Sequence[str]):
             raise outside("spmd.varying", a)
         return vary(a, a.state | state)
     other = frontend(a)
+    if worker.replicas.distributed:  # only processes compare what their bodies close over
+        worker.replicas.declare(*((a, None) if other is None else (other.data(a), other.owner(a))))
     if other is not None:
-        worker.replicas.declared.append(other.data(a))
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
-    if isinstance(a, np.ndarray):
-        worker.replicas.declared.append(a)
     bare = a if on_device(a) or is_slot(a) else np.asarray(admit(a, "spmd.varying", "a"))
     return worker.carrying(owned_block(bare, Vary(())), state)
 

@@ -22,7 +22,7 @@ def note_closure(
 ) -> None:
     """Note the arrays that a body closes over, with their names. They must be equal along `axes`."""
     for name, x in arrays:
-        if any(x is a or np.may_share_memory(x, a) for a in replicas.declared):
+        if replicas.declared.overlaps(x):
             continue
         turn = next_turn(turns, (name, x.shape))
         part = compared_part(x, turn)

@@ -13,6 +13,7 @@ import numpy as np
 
 from spmd.errors import caller, source_line
 from spmd.replicas.compare import OTHER, SAME, TABLE_MAX, digest, relation
+from spmd.replicas.declared import DeclaredMemory, owner_of
 
 __all__ = ["ReplicaRecord", "Replicas", "Source", "array_text", "object_record", "record_relation", "source_of"]
 
@@ -60,7 +61,7 @@ class Replicas:
 
     distributed: whether this process holds one worker of several; processes compare their records as the map ends.
     run: how many runs of this map came before.
-    declared: bare arrays that the body declared to vary. arrays: global arrays that this run compares.
+    declared: the memory that the body declared to vary. arrays: global arrays that this run compares.
     counts: how often each worker has passed each line. any_noted: whether any process has noted something.
     """
 
@@ -84,12 +85,17 @@ class Replicas:
         self.records: dict[str, ReplicaRecord] = {}
         self.any_noted = False
         self.arrays: list[Any] = []
-        self.declared: list[np.ndarray] = []
+        self.declared = DeclaredMemory()
         self.counts: dict[Any, int] = {}
         self._later: dict[str, int] = {}
         self._waiting: dict[Any, list[Any]] = {}
         self._lock = threading.RLock()
         self._bytes = 0
+
+    def declare(self, x: Any, owner: Any = None) -> None:
+        """Note that the body declared x to vary. owner: what exists as long as the memory of x; None: an array."""
+        if isinstance(x, np.ndarray):
+            self.declared.add(owner_of(x) if owner is None else owner, x)
 
     def first_value(self, key: Any, own: tuple, size: int) -> tuple | None:
         """The value of the first of `size` workers that reach a comparison; None on that worker."""

@@ -14,7 +14,7 @@ import torch
 from spmd import frontends
 from spmd.bridge.torch.autocast import run_under_autocast
 from spmd.bridge.torch.function import apply, sized_in_graph, start_call
-from spmd.bridge.torch.interop import array_dtype, array_of, tensor_of, torch_dtype
+from spmd.bridge.torch.interop import array_dtype, array_of, storage_of, tensor_of, torch_dtype
 from spmd.bridge.torch.tensor import Tensor, varied_copy, with_state
 from spmd.bridge.torch.tensor_state import needs_grad, plain, state_of_tensor, summed_state
 from spmd.bridge.torch.tie import tie
@@ -103,6 +103,7 @@ class TorchFrontend:
         return plain(x).detach()
 
     data = staticmethod(array_of)
+    owner = staticmethod(storage_of)
 
     def cast(self, x: torch.Tensor, dtype: np.dtype) -> torch.Tensor:
         return x.to(torch_dtype(dtype))

@@ -136,7 +136,9 @@ class CollectiveCall:
         """The result for the data of x."""
         if self.result is None:
             if type(self.op) is Vary:
-                return x.view_as(x)
+                # A view of x itself would hold x, and x holds its varied copies: no collector would see that cycle.
+                alias = x.detach()
+                return alias.view_as(alias)
             if self.finish is None:
                 self.start(x)
             assert self.finish is not None

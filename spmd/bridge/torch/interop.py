@@ -32,6 +32,7 @@ __all__ = [
     "borrowed",
     "owned",
     "shaped_like",
+    "storage_of",
     "tensor_of",
     "torch_dtype",
     "write",
@@ -99,8 +100,8 @@ def borrowed(x: torch.Tensor) -> Any:
         return read_only(x.numpy(force=True))
 
 
-def array_of(x: torch.Tensor) -> Any:
-    """The data of a tensor as an array; None where it has none, as in compiled functions and under vmap."""
+def _with_data(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that holds the data; None where there are none, as in compiled functions and under vmap."""
     if torch.compiler.is_dynamo_compiling() or is_traced(x):
         return None
     x = plain(x)
@@ -108,8 +109,22 @@ def array_of(x: torch.Tensor) -> Any:
         if not is_wrapped_by_grad(x):
             return None
         x = unwrapped_once(x)
+    return x
+
+
+def array_of(x: torch.Tensor) -> Any:
+    """The data of a tensor as an array; None where it has none, as in compiled functions and under vmap."""
+    inner = _with_data(x)
+    if inner is None:
+        return None
     with temporarily_clear_interpreter_stack():
-        return borrowed(x)
+        return borrowed(inner)
+
+
+def storage_of(x: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of the data of a tensor; None where it has none. Tensors on it share one object."""
+    inner = _with_data(x)
+    return None if inner is None else inner.untyped_storage()
 
 
 def check_device(x: torch.Tensor, mesh: Mesh, where: str, argument: str) -> None:
