@@ -16,6 +16,7 @@ release = version = spmd.__version__
 extensions = ["myst_parser", "notebooks", "reference_pages", "site_links", "spellings"]
 exclude_patterns = ["tools", "extensions"]
 nitpicky = True
+smartquotes = False  # texts from errors hold code
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 

@@ -27,7 +27,14 @@ from spmd.testing import operator_classes
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 NOT_RUN = "# not run"
-LESSONS = ("docs/start/", "docs/tutorials/", "docs/how_to/debug", "docs/how_to/porting_mpi4py", "docs/how_to/porting_py")
+LESSONS = (
+    "docs/index.md",
+    "docs/start/",
+    "docs/tutorials/",
+    "docs/how_to/debug",
+    "docs/how_to/porting_mpi4py",
+    "docs/how_to/porting_py",
+)
 """Pages that show in a text block what the block of Python before it prints, all of it."""
 
 
