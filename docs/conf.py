@@ -13,9 +13,10 @@ author = "The spmd authors"
 project_copyright = "2026, The spmd authors"
 release = version = spmd.__version__
 
-extensions = ["myst_parser", "notebooks", "reference_pages", "site_links"]
+extensions = ["myst_parser", "notebooks", "reference_pages", "site_links", "spellings"]
 exclude_patterns = ["tools", "extensions"]
 nitpicky = True
+smartquotes = False  # texts from errors hold code
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 

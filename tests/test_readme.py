@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import importlib
 import io
 import math
@@ -24,8 +25,19 @@ import spmd
 from spmd.testing import operator_classes
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [path for path in sorted((ROOT / "docs").glob("**/*.md")) if path.parent.name != "api"]
+"""Without those that a build of the site makes from docstrings: tests/test_reference.py runs their examples."""
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 NOT_RUN = "# not run"
+LESSONS = (
+    "docs/index.md",
+    "docs/start/",
+    "docs/tutorials/",
+    "docs/how_to/debug",
+    "docs/how_to/porting_mpi4py",
+    "docs/how_to/porting_py",
+)
+"""Pages that show in a text block what the block of Python before it prints, all of it."""
 
 
 class Block(NamedTuple):
@@ -85,17 +97,53 @@ def test_the_documents_are_found():
 
 
 HOST = pytest.mark.host("the page declares a function of SciPy, which takes arrays of the host")
+PRINTS = pytest.mark.host("the page shows how arrays of the host are printed")
+
+
+def is_lesson(path: Path) -> bool:
+    return relative(path).startswith(LESSONS)
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    if path.name.startswith(("torch", "porting_d")):
-        return [pytest.mark.torch]
-    return [HOST] if path.name == "rules.md" else []
+    found = [pytest.mark.torch] if path.name.startswith(("torch", "porting_d")) else []
+    found += [HOST] if path.name == "rules.md" else []
+    return found + [PRINTS] * is_lesson(path)
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, marks=marks(p)) for p in FILES], ids=map(relative, FILES))
-def test_every_block_runs(path):
-    run(path)
+def test_every_block_runs(path, monkeypatch):
+    if is_lesson(path):
+        monkeypatch.delenv("SPMD_SCHEDULER", raising=False)  # bodies that print do so in the order of the workers
+    _, printed = run(path)
+    if is_lesson(path):
+        assert not differences(path, printed)
+
+
+def differences(path: Path, printed: list[str]) -> list[tuple[str, str]]:
+    """What a lesson shows after a block of Python and what the block prints, where they differ."""
+    every = blocks(path)
+    shown = [
+        after.text if after.language == "text" else ""
+        for block, after in zip(every, [*every[1:], Block("", 0, "")], strict=True)
+        if block.language == "python"
+    ]
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    same = doctest.OutputChecker().check_output
+    return [(text, got) for text, got in zip(shown, printed, strict=True) if not same(text, got, options)]
+
+
+def test_a_lesson_that_shows_something_else_is_noticed(tmp_path):
+    path = tmp_path / "lesson.md"
+    path.write_text("```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n\n```python\nprint(3)\n```\n")
+    _, printed = run(path)
+    assert differences(path, printed) == [("", "3\n")]
+    assert not differences(path, ["2\n", ""])
+
+
+def test_lessons_end_with_what_comes_next():
+    for path in filter(is_lesson, FILES):
+        if path.parent.name in ("start", "tutorials") and path.name != "index.md":
+            assert re.search(r"^(Next: \[|## What next$)", path.read_text(), re.M), path
 
 
 def test_blocks_are_run_and_not_skipped():
@@ -103,7 +151,8 @@ def test_blocks_are_run_and_not_skipped():
     assert sum(block.language == "python" for block in every) >= 50
     assert len(rows_of_errors()) >= 30
     assert not [block for block in every if NOT_RUN in block.text]
-    assert {block.language for block in every} <= {"python", "sh", "text", "diff", ""}
+    languages = {block.language for block in every}
+    assert {language for language in languages if not language.startswith("{")} <= {"python", "sh", "text", "diff", ""}
 
 
 def test_a_block_that_fails_is_noticed(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -69,6 +71,18 @@ def test_links_lead_to_pages_and_places(site):
             if not target.exists() or (parts.fragment and target in pages and parts.fragment not in pages[target].ids):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken
+
+
+def test_names_of_other_libraries_are_listed_with_what_to_write(site):
+    from spmd.spellings import INSTEAD, KEYWORDS, UNKNOWN_KEYWORDS, VALUES
+
+    text = unescape(re.sub(r"<[^>]+>", "", (site / "reference" / "renamed.html").read_text()))
+    words = set(re.findall(r"[\w.+-]+", text))
+    spellings = {name for names in INSTEAD.values() for name in names} | UNKNOWN_KEYWORDS.keys() | VALUES.keys()
+    spellings |= {word for line in (*KEYWORDS, *VALUES.values()) for word in line.split() if word != "cuda:0"}
+    assert not spellings - words
+    mends = {mend for names in INSTEAD.values() for mend in names.values()}
+    assert not {mend for mend in mends if mend.partition(": ")[0] not in text}
 
 
 def test_pictures_have_alternative_texts(site):
