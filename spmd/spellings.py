@@ -235,7 +235,6 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("grid_sample", "map_coordinates"), "spmd.functions.sample(x, points)"),
         "softmax_cross_entropy_with_integer_labels": "spmd.functions.softmax_cross_entropy(x, labels)",
         "logsoftmax": "spmd.functions.log_softmax(x)",
-        "softmin": "spmd.functions.softmax(-x)",
         **dict.fromkeys(("hardswish", "hard_silu"), "spmd.functions.hard_swish(x)"),
         "hardsigmoid": "spmd.functions.hard_sigmoid(x)",
         "logsigmoid": "spmd.functions.log_sigmoid(x)",

@@ -78,7 +78,7 @@ def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
     last = error.__traceback__
     if match is None or last is None:
         return
-    if f is None or last.tb_next is not None or match[1] != f.__name__:  # the error of another call
+    if f is None or not _is_of_call(f, last) or match[1] != f.__name__:  # the error of another call
         while last.tb_next is not None:
             last = last.tb_next
         f = _named(match[1], last.tb_frame)
@@ -87,6 +87,14 @@ def _explain(error: TypeError, f: Callable[..., Any] | None) -> None:
         own, mend = spellings.keyword(f, match[2])
         got = "a keyword that this function does not have"
         error.args = (message(spellings.public_name(f), argument=match[2], got=got, need=own, mend=mend),)
+
+
+def _is_of_call(f: Callable[..., Any], traceback: TracebackType) -> bool:
+    """Whether an error is of the call of f itself, or of what f wraps; traceback: of the frame that calls f."""
+    inner = traceback.tb_next
+    return inner is None or (
+        inner.tb_next is None and hasattr(f, "__wrapped__") and inner.tb_frame.f_code is getattr(f, "__code__", None)
+    )
 
 
 def _named(name: str, frame: FrameType) -> Callable[..., Any] | None:

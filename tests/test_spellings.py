@@ -85,6 +85,7 @@ KEYWORDS = {
     "grad(argnum)": (lambda: spmd.grad(abs, argnum=0), "spmd.grad", "argnums="),
     "jit(static_argnums)": (lambda: spmd.jit(None, static_argnums=0), "spmd.jit", "leave it out"),
     "max_pool(kernel_size)": (lambda: F.max_pool(None, kernel_size=2), "spmd.functions.max_pool", "window="),
+    "layer_norm(dim)": (lambda: F.layer_norm(None, dim=0), "spmd.functions.layer_norm", "ndim="),
     "softmax(dim)": (lambda: F.softmax(None, dim=0), "spmd.functions.softmax", "axis="),
     "a misspelt one": (lambda: F.softmax(None, axs=0), "spmd.functions.softmax", "axis="),
 }

@@ -147,6 +147,8 @@ def _norms() -> list[Row]:
             (features, P("m")),
             {"m": 4},
         ),
+        Row("softmax", "rows", lambda x: F.softmax(x, spec=batch), (x,), (batch,), {"d": 4}),
+        Row("softmax", "entries of the rows", lambda x: F.softmax(x, spec=features), (x,), (features,), {"m": 4}),
         Row("batch_norm", "batch", lambda x, w: F.batch_norm(x, w, spec=batch), (x, (12,)), (batch, P()), {"d": 4}),
         Row(
             "batch_norm",

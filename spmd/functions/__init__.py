@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "resizing": ("Taps", "plan_resize", "resample", "resize"),
     "recurrent": ("gru", "lstm", "rnn"),
     "rotary": ("rope",),
-    "softmaxes": ("log_softmax", "logsumexp", "softmax"),
+    "softmaxes": ("log_softmax", "logsumexp", "softmax", "softmin"),
     "spectral": ("spectral_conv",),
     "stencils": ("stencil",),
 }

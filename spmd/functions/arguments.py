@@ -18,7 +18,6 @@ from spmd.operators.reduce import AxisName, varying_of
 
 __all__ = [
     "SharedResults",
-    "apply_along",
     "as_array",
     "as_floating",
     "as_number",
@@ -90,14 +89,6 @@ def normalized_axes(where: str, x: Any, axis: Any) -> tuple[int, ...]:
         mend = "name every axis once"
         raise SpecError.at(where, argument="axis", got=repr(axis), need="different axes", mend=mend)
     return axes
-
-
-def apply_along(rows: Callable[[Any], Any], x: Any, axis: int, where: str) -> Any:
-    """A function of rows, applied along any axis."""
-    axis = normalized_axis(where, x, axis)
-    if axis == x.ndim - 1:
-        return rows(x)
-    return np.moveaxis(rows(np.moveaxis(x, axis, -1)), -1, axis)
 
 
 def require_invariant(where: str, argument: str, x: Any, names: tuple[str, ...], need: str) -> None:

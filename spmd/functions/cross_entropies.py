@@ -200,7 +200,7 @@ def _split_classes(o: _Options, x, labels, axis_name: AxisName) -> tuple[Any, in
     need = "the same labels on all workers that share the classes"
     require_invariant(o.where, o.names[1], labels, names, need)
     group, double = here(o.where).group(names), np.dtype(float)
-    largest = local(x, "cross_entropies").top(x)
+    largest = local(x, "softmaxes").top(x)
     sizes = np.zeros(group.size)
     sizes[group.index] = x.shape[-1]
     flat = in_dtype(xp.reshape(largest, (int(np.prod(largest.shape)),)), double)

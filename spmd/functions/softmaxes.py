@@ -1,112 +1,175 @@
-"""Softmax, log-softmax and logsumexp, also along an axis that is split over workers."""
+"""Softmax, log-softmax, softmin and logsumexp, also along an axis that is split over workers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from spmd import kernels
-from spmd.autodiff.registry import primitive
-from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import apply_along, as_floating, cast, normalized_axes, require_varying
+from spmd.frontends import frontend
+from spmd.functions.arguments import as_floating, cast, layer, normalized_axes, normalized_axis, require_varying
+from spmd.functions.layouts import dtype_of, floating_operand
+from spmd.functions.local import local, namespace
+from spmd.functions.local.softmaxes import logsumexp_over, logsumexp_rows, row_max
+from spmd.functions.losses import check_block
+from spmd.functions.movement import fetched, varied
+from spmd.functions.planned import Operand, run_layer
+from spmd.global_ops.call import global_value, names_of
 from spmd.kernels.cpu.chunks import accurate
-from spmd.operators.reduce import AxisName, pmax, psum
+from spmd.layout import Box, Layout, Spec
+from spmd.mesh import here
+from spmd.operators.reduce import AxisName, in_dtype, pmax, psum
 from spmd.tracebacks import api_boundary
 
-__all__ = ["log_softmax", "logsumexp", "softmax"]
-
-
-def _symmetric(h, _ans, _g, y) -> Any:
-    """The rule in g: the map is linear and symmetric."""
-    return softmax_rows_vjp(h, y)
-
-
-@primitive(
-    "softmax_vjp",
-    _symmetric,
-    lambda h, _ans, g, y: h * (g - np.sum(g * y, axis=-1, keepdims=True)) - g * np.sum(h * y, axis=-1, keepdims=True),
-)
-def softmax_rows_vjp(g, y):
-    return kernels.of(y).softmax_vjp(g, y)
-
-
-@primitive("softmax", lambda g, ans, _x: softmax_rows_vjp(g, ans))
-def softmax_rows(x):
-    return kernels.of(x).softmax(x)
+__all__ = ["log_softmax", "logsumexp", "softmax", "softmin"]
 
 
 @api_boundary
-def softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
-    """exp(x) / sum(exp(x)) along an axis, without overflow. x: floating, of any shape with dimensions.
+@layer
+def softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+    """exp(x) / sum(exp(x)) along an axis, without overflow. Arrays of NumPy, CuPy or PyTorch.
 
-    axis_name: the axes of the mesh that split this axis; two all-reduces then give the maxima and sums of whole rows.
-    Derivative's adjoint: y * (g - sum(g * y)). Raises StateError for an x that does not vary over axis_name.
+    x: floating, of any shape with dimensions. dtype: to which x is converted before; None: that of x.
+    spec: in a body, how the whole x is split, of which x is this worker's block: a spec, a `Layout` or a `Grid`. The
+    result lies as x does. None: x is whole. Outside of bodies global arrays have their layouts.
+
+    Cost: nothing where the axis is not split. Else an all-reduce of the largest entry of each row and one of a sum,
+    and backward one of a sum; on a grid an exchange of both between the workers that share rows, and backward another.
+    Derivative's adjoint: y * (g - sum(g * y)). A row whose largest entry is infinite is NaN, as in torch.
+    Raises SpecError and LayoutError for arguments that do not fit, StateError where spec names an axis along which all
+    workers have the same. Source: as torch.nn.functional.softmax; Milakov, Gimelshein, "Online normalizer calculation
+    for softmax", 2018.
+
+        >>> with spmd.Mesh(x=2):  # the classes are split
+        ...     y = spmd.map(lambda x: spmd.functions.softmax(x, spec=P(None, "x")), P(None, "x"), P(None, "x"))
+        ...     y(np.log([[1.0, 2.0, 5.0]])).numpy()
+        array([[0.125, 0.25 , 0.625]])
     """
-    x = as_floating("spmd.functions.softmax", "x", x)
-    if axis_name is None:
-        return apply_along(softmax_rows, x, axis, "spmd.functions.softmax")
-
-    def rows(x):
-        wide, total = logsumexp_over(x, axis_name, "spmd.functions.softmax")
-        return cast(scaled_exp(np.ones_like(total), wide, total), x.dtype)
-
-    return apply_along(rows, x, axis, "spmd.functions.softmax")
-
-
-@primitive(
-    "log_softmax_vjp",
-    lambda h, _ans, _g, y: h - np.sum(np.exp(y) * h, axis=-1, keepdims=True),
-    lambda h, _ans, g, y: -h * np.exp(y) * np.sum(g, axis=-1, keepdims=True),
-)
-def _log_softmax_vjp(g, y):
-    return kernels.of(y).log_softmax_vjp(g, y)
-
-
-@primitive("log_softmax", lambda g, ans, _x: _log_softmax_vjp(g, ans))
-def log_softmax_rows(x):
-    return kernels.of(x).log_softmax(x)
+    return _run("spmd.functions.softmax", "softmax", x, axis, dtype, spec)
 
 
 @api_boundary
-def log_softmax(x, axis: int = -1, *, axis_name: AxisName | None = None):
-    """x - log(sum(exp(x))) along an axis, without overflow. x: floating, of any shape with dimensions.
+@layer
+def log_softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+    """x - log(sum(exp(x))) along an axis, without overflow: the logarithm of `softmax`.
 
-    axis_name: as for `softmax`, errors too. Derivative's adjoint: g - softmax(x) * sum(g).
+    Arguments, cost and errors as `softmax`. Derivative's adjoint: g - softmax(x) * sum(g).
+
+        >>> np.exp(spmd.functions.log_softmax(np.log([1.0, 2.0, 5.0])))
+        array([0.125, 0.25 , 0.625])
     """
-    x = as_floating("spmd.functions.log_softmax", "x", x)
-    if axis_name is None:
-        return apply_along(log_softmax_rows, x, axis, "spmd.functions.log_softmax")
-
-    def rows(x):
-        wide, total = logsumexp_over(x, axis_name, "spmd.functions.log_softmax")
-        return cast(wide - np.expand_dims(total, -1), x.dtype)
-
-    return apply_along(rows, x, axis, "spmd.functions.log_softmax")
+    return _run("spmd.functions.log_softmax", "log_softmax", x, axis, dtype, spec)
 
 
-def _scaled_exp_g(h, _ans, _g, x, y) -> Any:
-    return np.sum(h * scaled_exp(np.ones_like(y), x, y), axis=-1)
+@api_boundary
+@layer
+def softmin(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+    """`softmax` of -x: arguments, cost and errors are the same.
+
+    >>> spmd.functions.softmin(-np.log([1.0, 2.0, 5.0]))
+    array([0.125, 0.25 , 0.625])
+    """
+    return _run("spmd.functions.softmin", "softmax", x, axis, dtype, spec, sign=-1)
 
 
-@primitive(
-    "scaled_exp",
-    _scaled_exp_g,
-    lambda h, ans, _g, _x, _y: h * ans,
-    lambda h, ans, _g, _x, _y: -np.sum(h * ans, axis=-1),
-)
-def scaled_exp(g, x, y):
-    """g * exp(x - y), by row."""
-    return kernels.of(x).scaled_exp(g, x, y)
+def _run(where: str, kind: str, x: Any, axis: int, dtype: Any, spec: Spec | None, sign: int = 1) -> Any:
+    x = floating_operand(where, "x", x if dtype is None else _converted(where, x, dtype))
+    x = x if sign > 0 else -x
+    if not x.ndim and frontend(x) is not None and axis in (0, -1):  # torch takes a number as a row
+        return namespace(x).reshape(_run(where, kind, namespace(x).reshape(x, (1,)), 0, None, None), ())
+    axis = normalized_axis(where, x, axis)
+    if spec is not None:
+        return _plan(where, kind, axis, check_block(where, x, spec), x.ndim)(x)
+    if global_value(x) is None:
+        return getattr(local(x, "softmaxes"), kind)(x, axis)
+    return run_layer(where, lambda lies: _plan(where, kind, axis, lies, x.ndim), [Operand("spec", x)])
 
 
-@primitive("logsumexp", lambda g, ans, x: scaled_exp(g, x, ans))
-def _logsumexp(x):
-    return kernels.of(x).logsumexp(x)
+def _converted(where: str, x: Any, dtype: Any) -> Any:
+    """x in a dtype; that of a tensor may be one of torch's."""
+    try:
+        return in_dtype(x if hasattr(x, "dtype") else np.asarray(x), dtype)
+    except TypeError:
+        mend = "dtype=np.float32"
+        raise SpecError.at(where, argument="dtype", got=describe(dtype), need="a dtype", mend=mend) from None
+
+
+@lru_cache(maxsize=1024)
+def _plan(where: str, kind: str, axis: int, lies: Spec, ndim: int) -> _Plan:
+    layout = lies if isinstance(lies, Layout) else None
+    spec = lies if layout is None else layout.spec
+    names = () if spec is None else tuple(names_of(spec, ndim)[axis])
+    return _Plan(where, kind, axis, names, layout)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Softmax of blocks along an axis. names: what splits it. x: the layout, where one is given."""
+
+    where: str
+    kind: str
+    axis: int
+    names: tuple[str, ...]
+    x: Layout | None
+
+    @property
+    def out(self) -> Any:
+        return self.x
+
+    def __call__(self, x: Any) -> Any:
+        on_grid = self.x is not None and self.x.spec is None and len(self.x.cuts[self.axis]) > 1
+        if not (self.names or on_grid):
+            return getattr(local(x, "softmaxes"), self.kind)(x, self.axis)
+        lib, xp, dtype = local(x, "softmaxes"), namespace(x), dtype_of(x)
+        rows = in_dtype(xp.moveaxis(x, self.axis, -1), accurate(dtype))
+        with np.errstate(invalid="ignore", divide="ignore"):  # of rows without a finite entry
+            top, shares, total = self._on_grid(lib, xp, rows) if on_grid else self._by_spec(lib, xp, rows)
+            total = xp.expand_dims(total, axis=-1)
+            y = shares / total if self.kind == "softmax" else rows - xp.expand_dims(top, axis=-1) - xp.log(total)
+        return xp.moveaxis(in_dtype(y, dtype), -1, self.axis)
+
+    def _by_spec(self, lib: Any, xp: Any, x: Any) -> tuple[Any, Any, Any]:
+        """The largest entry of each row, exp(x - largest), and the sum of it over the row."""
+        names = require_varying(self.where, x, self.names, "spec")
+        top = pmax(lib.top(x), names)
+        shares = lib.exp_from(x, top)
+        return top, shares, varied(psum(xp.sum(shares, axis=-1), names), names)
+
+    def _on_grid(self, lib: Any, xp: Any, x: Any) -> tuple[Any, Any, Any]:
+        """The same where blocks lie on some of the workers, by one exchange of what each block has."""
+        own = lib.top(x)
+        base = xp.where(xp.isinf(own), xp.zeros_like(own), own)
+        packed = xp.stack([own, base, xp.sum(lib.exp_from(x, base), axis=-1)], axis=-1)
+        packed = xp.expand_dims(packed, axis=self.axis)
+        table, boxes = self._table
+        if table.positions(here(self.where).index) is None:
+            return own, x, own + xp.sum(fetched(packed[(slice(0, 0),) * packed.ndim], table, boxes))
+        packed = fetched(packed, table, boxes)
+        packed = xp.moveaxis(packed, self.axis, -2)
+        detached = local(x, "normalisation").detached
+        tops, bases = detached(packed[..., 0]), detached(packed[..., 1])
+        top = lib.top(tops)
+        total = xp.sum(packed[..., 2] * lib.exp_from(bases, top), axis=-1)
+        return top, lib.exp_from(x, top), total
+
+    @cached_property
+    def _table(self) -> tuple[Layout, list[Box]]:
+        """The layout of three numbers for each row of each block, and the box of it that each worker needs."""
+        x, axis = self.x, self.axis
+        assert x is not None
+        cuts = [(1,) * len(cut) if d == axis else cut for d, cut in enumerate(x.cuts)]
+        shape = (*map(sum, cuts), 3)
+        table = Layout.grid(shape, [*map(len, cuts), 1], x.axes, x.workers, [*cuts, (3,)])
+        whole = 0, len(x.cuts[axis])
+        holds = [table.positions(w) is not None for w in range(table.size)]
+        boxes = [(*b[:axis], whole, *b[axis + 1 :]) if h else b for b, h in zip(table.boxes, holds, strict=True)]
+        return table, boxes
 
 
 @api_boundary
@@ -140,13 +203,8 @@ def logsumexp(
     if b is not None:
         y = _weighted_logsumexp(x, b, axis_name, where)
     else:
-        y = _logsumexp(x) if axis_name is None else cast(logsumexp_over(x, axis_name, where)[1], x.dtype)
+        y = logsumexp_rows(x) if axis_name is None else cast(logsumexp_over(x, axis_name, where)[1], x.dtype)
     return np.expand_dims(y, axes) if keepdims else y
-
-
-def row_max(x):
-    """The largest entry of each row; -inf for empty rows."""
-    return np.max(x, axis=-1) if x.shape[-1] else np.full_like(x, -np.inf, shape=x.shape[:-1])
 
 
 def _weighted_logsumexp(x, b, axis_name: AxisName | None, where: str):
@@ -159,41 +217,3 @@ def _weighted_logsumexp(x, b, axis_name: AxisName | None, where: str):
     top = np.where(np.isinf(top), np.zeros_like(top), top)
     total = np.sum(b * np.exp(x - np.expand_dims(top, -1)), axis=-1)
     return top + np.log(total if axis_name is None else psum(total, axis_name))
-
-
-# Classes that are spread over workers
-
-
-def accurate_copy(x):
-    return cast(x, accurate(x.dtype))
-
-
-def logsumexp_over(x, axis_name: AxisName, where: str):
-    """x, in float32 if it is shorter, and log(sum(exp(x))) over the last axis and over workers."""
-    names, x = require_varying(where, x, axis_name), accurate_copy(x)
-    top = pmax(row_max(stop_gradient(x)), names)
-    no_labels = np.zeros_like(value_of(top), dtype=np.int64) - 1
-    with np.errstate(divide="ignore"):
-        total = np.log(psum(exp_sums(x, top, no_labels)[0], names))
-    return x, np.where(np.isinf(top), top, total + np.where(np.isinf(top), np.zeros_like(top), top))
-
-
-@primitive(
-    "exp_sums",
-    lambda g, _ans, x, top, labels: (
-        scaled_exp(g[0], x, top)
-        + np.where(one_hot(labels, x.shape[-1]), np.expand_dims(g[1], -1), np.zeros_like(g[1], shape=()))
-        + np.expand_dims(g[2], -1)
-    ),
-    None,
-    None,
-)
-def exp_sums(x, top, labels):
-    """sum(exp(x - top)), x[label], sum(x): by row, along a new first axis."""
-    return kernels.of(x).exp_sums(x, top, labels)
-
-
-def one_hot(labels, n: int):
-    labels = value_of(labels)
-    labels = np.asarray(labels) if isinstance(labels, np.generic) else labels
-    return np.expand_dims(labels, -1) == np.arange(n, like=labels)

@@ -268,6 +268,15 @@ def rope() -> TorchLayer:
     return TorchLayer(functions.rope, theirs, normal((3, 5, 4)), place_alike("none"))
 
 
+def rows_of_softmax(name: str) -> TorchLayer:
+    return TorchLayer(
+        partial(getattr(functions, name), axis=1),
+        partial(torch_functional(name), dim=1),
+        normal((3, 6, 4)),
+        place_alike("none"),
+    )
+
+
 def pool(name: str) -> TorchLayer:
     options = {"stride": 2, "padding": 1}
     return TorchLayer(
@@ -348,6 +357,9 @@ LAYERS: dict[str, TorchLayer] = {
         normal(IMAGE, (6,), (6,)),
         place_norm(lambda ndim: (1,)),
     ),
+    "softmax": rows_of_softmax("softmax"),
+    "log_softmax": rows_of_softmax("log_softmax"),
+    "softmin": rows_of_softmax("softmin"),
     "mse_loss": loss("mse_loss", "mean", normal((5, 4), (5, 4))),
     "mse_loss, none": loss("mse_loss", "none", normal((5, 4), (5, 4))),
     "l1_loss": loss("l1_loss", "mean", normal((5, 4), (5, 4))),

@@ -16,7 +16,7 @@ _WIDE = {
     *("mse_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "softmax_cross_entropy", "spectral_conv"),
 }
 """Layers that torch computes in float32."""
-_WIDE_ON_DEVICES = {"group_norm", "layer_norm", "rms_norm"}
+_WIDE_ON_DEVICES = {"group_norm", "layer_norm", "log_softmax", "rms_norm", "softmax", "softmin"}
 _KINDS = "cpu", "cuda"
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         l1_loss,
         layer_norm,
         linear,
+        log_softmax,
         lstm,
         max_pool,
         mse_loss,
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
         rnn,
         rope,
         smooth_l1_loss,
+        softmax,
         softmax_cross_entropy,
+        softmin,
         spectral_conv,
     )
 
@@ -67,6 +70,7 @@ __all__ = [
     "l1_loss",
     "layer_norm",
     "linear",
+    "log_softmax",
     "lstm",
     "max_pool",
     "mse_loss",
@@ -79,7 +83,9 @@ __all__ = [
     "rnn",
     "rope",
     "smooth_l1_loss",
+    "softmax",
     "softmax_cross_entropy",
+    "softmin",
     "spectral_conv",
 ]
 

@@ -76,7 +76,9 @@ def array_dtype(dtype: torch.dtype, where: str = "spmd.bridge.torch") -> np.dtyp
 
 @lru_cache(maxsize=64)
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """torch's dtype for one of NumPy's."""
+    """torch's dtype for one of NumPy's; one of torch's as it is."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
     name = np.dtype(dtype).name
     result = getattr(torch, name, None) if name in _DTYPE_NAMES else None
     if result is None:

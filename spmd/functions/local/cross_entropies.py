@@ -9,22 +9,20 @@ import numpy as np
 from spmd import kernels
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.tracer import value_of
-from spmd.autodiff.transforms import stop_gradient
 from spmd.functions.arguments import cast, is_traced
 from spmd.functions.embeddings import rows_at
-from spmd.functions.softmaxes import (
+from spmd.functions.local.softmaxes import (
     accurate_copy,
     exp_sums,
     log_softmax_rows,
     logsumexp_over,
     one_hot,
-    row_max,
     softmax_rows,
     softmax_rows_vjp,
 )
 from spmd.kernels.cpu.chunks import accurate
 
-__all__ = ["chosen", "class_sums", "log_total", "of_classes", "of_distributions", "row_weights", "top", "weights_at"]
+__all__ = ["chosen", "class_sums", "log_total", "of_classes", "of_distributions", "row_weights", "weights_at"]
 
 class_sums, weights_at = exp_sums, rows_at
 
@@ -139,11 +137,6 @@ def row_weights(labels: Any, weight: Any, ignore: int | None, like: Any) -> Any:
     if weight is not None:
         return _weights_of(weight, labels, ignore)
     return None if ignore is None else (labels != ignore).astype(accurate(like.dtype))
-
-
-def top(x: Any) -> Any:
-    """The largest entry of each row, as a constant."""
-    return row_max(stop_gradient(x))
 
 
 def log_total(x: Any, names: tuple[str, ...], where: str) -> Any:

@@ -49,6 +49,14 @@ def named(parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"), parameters, strict=True))
 
 
+def along_classes(layer: Any) -> list[Case]:
+    """The cases of a softmax: along the dimension that is split, and along another."""
+    return [
+        Case(lambda x: layer(x, spec=COLUMNS), [(4, 7)], [COLUMNS], True),
+        Case(lambda x: layer(x, 0, spec=COLUMNS), [(4, 7)], [COLUMNS], True),
+    ]
+
+
 def entrywise(loss: Any, positive: bool = False, **options: Any) -> list[Case]:
     """The cases of a loss of entries."""
     made = (lambda x: torch.sigmoid(x)) if positive else (lambda x: x)
@@ -158,6 +166,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(lambda x, w: L.linear(x, w, spec=ROWS, w_spec=COLUMNS), [(7, 4), (5, 4)], [ROWS, COLUMNS]),
     ],
+    "log_softmax": along_classes(L.log_softmax),
     "lstm": [
         Case(
             lambda x, h, c, *p: L.lstm(x, (h, c), named(p)),
@@ -196,6 +205,8 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: L.rope(x, spec=COLUMNS), [(2, 7, 4)], [COLUMNS]),
     ],
     "smooth_l1_loss": entrywise(L.smooth_l1_loss, beta=0.5),
+    "softmax": along_classes(L.softmax),
+    "softmin": along_classes(L.softmin),
     "softmax_cross_entropy": [
         Case(lambda x, t: L.softmax_cross_entropy(x, t, axis_name="x"), [(4, 7), labels(7, 4)], [COLUMNS, WHOLE]),
         Case(lambda x, t: L.softmax_cross_entropy(x, t), [(7, 5), labels(5, 7)], [ROWS, ROWS], True),

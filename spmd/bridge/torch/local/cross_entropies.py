@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from spmd.bridge.torch.local.softmaxes import top
 from spmd.operators.reduce import pmax, psum
 
-__all__ = ["chosen", "class_sums", "log_total", "of_classes", "of_distributions", "row_weights", "top", "weights_at"]
+__all__ = ["chosen", "class_sums", "log_total", "of_classes", "of_distributions", "row_weights", "weights_at"]
 
 Weight = torch.Tensor | None
 
@@ -51,12 +52,6 @@ def chosen(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return x.sum(-1)
     own, column = (labels >= 0) & (labels < n), labels.long().clamp(0, n - 1).unsqueeze(-1)
     return x.gather(-1, column).squeeze(-1).masked_fill(~own, 0)
-
-
-def top(x: torch.Tensor) -> torch.Tensor:
-    """The largest entry of each row, as a constant."""
-    x = x.detach()
-    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf) + x.sum(-1)
 
 
 def class_sums(x: torch.Tensor, top: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,12 @@ from spmd.bridge.torch.nn.resampling import (
     UpsamplingBilinear2d,
     UpsamplingNearest2d,
 )
+from spmd.bridge.torch.nn.softmaxes import (
+    LogSoftmax,
+    Softmax,
+    Softmax2d,
+    Softmin,
+)
 
 __all__ = [
     "FFT",
@@ -208,6 +214,7 @@ __all__ = [
     "LazyInstanceNorm3d",
     "LazyLinear",
     "Linear",
+    "LogSoftmax",
     "MSELoss",
     "MaxPool1d",
     "MaxPool2d",
@@ -226,6 +233,9 @@ __all__ = [
     "ReplicationPad2d",
     "ReplicationPad3d",
     "SmoothL1Loss",
+    "Softmax",
+    "Softmax2d",
+    "Softmin",
     "SpectralConv1d",
     "SpectralConv2d",
     "SpectralConv3d",

@@ -1,4 +1,4 @@
-"""Dropout and losses, for the table of what every layer does."""
+"""Dropout, softmax and losses, for the table of what every layer does."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def _loss(name: str, *shapes: object, **options: object) -> Case:
     return Case(name, options, {"spec": X}, shapes, [X, X], P(), ROWS)
 
 
+def _softmax(name: str, *shape: int, **options: object) -> Case:
+    spec = P(None, "data")
+    return Case(name, options, {"spec": spec}, [shape], [spec], spec, ROWS)
+
+
 _PROBABILITIES = torch.linspace(0.05, 0.45, 20, dtype=torch.float64).reshape(4, 5)
 _CLASSES = torch.tensor([2, 0, 4, 1])
 
@@ -30,6 +35,8 @@ CASES = [
     _dropout("Dropout3d", (4, 3, 2, 2, 1)),
     _dropout("AlphaDropout", (4, 3)),
     _dropout("FeatureAlphaDropout", (4, 3, 2)),
+    *(_softmax(name, 2, 5, 3, dim=1) for name in ("Softmax", "LogSoftmax", "Softmin")),
+    _softmax("Softmax2d", 2, 4, 3, 2),
     _loss("L1Loss", (4, 5), (4, 5)),
     _loss("MSELoss", (4, 5), (4, 5)),
     _loss("SmoothL1Loss", (4, 5), (4, 5), beta=0.5),
