@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
-from spmd.functions.layouts import check_dtypes, check_split, checked_target, lie_on_grid, spec_of_names
+from spmd.functions.layouts import (
+    check_dtypes,
+    check_split,
+    checked_target,
+    layout_of_operand,
+    lie_on_grid,
+    spec_of_names,
+)
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
@@ -67,6 +74,8 @@ def linear(
         plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
         if plan is not None:
             check_split(_WHERE, "spec", x, spec, worker)
+            if isinstance(w_spec, Layout):
+                layout_of_operand(_WHERE, "w_spec", w, w_spec)
             check_split(_WHERE, "w_spec", w, w_spec, worker)
             _check_features(plan, x, w)
             return plan(x, w, bias)
@@ -182,6 +191,12 @@ def _plan_by_specs(
     spec: Spec | None, w_spec: Spec | None, out_spec: Spec | None, ndim: int, axes: tuple[tuple[str, int], ...]
 ) -> _SpecPlan | None:
     """The plan of a layer on blocks that needs no lengths; None where some would have to be laid out anew."""
+    if isinstance(w_spec, Layout) and w_spec.spec is not None:
+        w_spec.check(dict(axes), _WHERE, "w_spec", 2)
+        balanced = Layout(w_spec.shape, w_spec.spec, w_spec.axes)
+        if isinstance(out_spec, P) and names_of(out_spec, ndim)[-1] and balanced.cuts[0] != w_spec.cuts[0]:
+            return None  # features of the result in balanced blocks, of rows that are in others
+        w_spec = w_spec.spec
     for argument, each, n in (("spec", spec, ndim), ("w_spec", w_spec, 2), ("out_spec", out_spec, ndim)):
         if isinstance(each, P):
             each.check(dict(axes), _WHERE, argument, n)

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 import spmd.bridge.torch.compiled_calls  # noqa: F401 (how operators are applied within layers)
 from spmd import functions
@@ -37,8 +39,10 @@ __all__ = ["compilable_layer"]
 _PROCESS = uuid.uuid4().hex[:8]
 """It ends the tokens of this process: graphs that torch keeps on disk are of no use to another, which knows none."""
 
+_functions: dict[str, Callable] = {}
+"""By name: the functions that are compiled."""
 _layers: dict[str, tuple[str, Any]] = {}
-"""By token: a function of `spmd.functions`, and its arguments with the numbers of tensors in place of tensors."""
+"""By token: the name of a function, and its arguments with the numbers of tensors in place of tensors."""
 _structures: dict[str, Any] = {}
 """By token: the results, with the numbers of tensors in place of tensors."""
 _results: dict[str, tuple[Result, ...]] = {}
@@ -46,9 +50,9 @@ _opaque_calls: dict[tuple, tuple[Result, ...] | None] = {}
 """The calls that cannot be traced, by token and by what is known of the tensors, and what is known of their results."""
 
 
-def compilable_layer(name: str) -> Callable:
-    """A function of `spmd.functions`, so that it can be compiled too."""
-    function = getattr(functions, name)
+def compilable_layer(name: str, module: Any = functions) -> Callable:
+    """A function of `spmd.functions`, or of another module, so that it can be compiled too."""
+    function = _functions[name] = getattr(module, name)
 
     @boundary_like(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +150,7 @@ def _called(token: str, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors among the results of a layer."""
     name, (args, kwargs) = _layers[token]
     leaves: list[torch.Tensor] = []
-    results = getattr(functions, name)(*_rebuilt(args, xs), **_rebuilt(kwargs, xs))
+    results = _functions[name](*_rebuilt(args, xs), **_rebuilt(kwargs, xs))
     _structures[token] = _template(results, leaves)
     return leaves
 
@@ -177,7 +181,9 @@ def _traced_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None)
     """The results as nodes of a graph; None for a layer that needs lengths of other workers, or values."""
     try:
         with _without_comm(worker):
-            return _called(token, xs)
+            ys = _called(token, xs)
+        _forget_inner_lengths(xs, ys)
+        return ys
     except _OtherWorkersError:
         return None
     except Exception:  # of torch or of ours: it cannot do with any length, or with no values, or arguments are wrong
@@ -189,6 +195,15 @@ def _traced_layer(xs: Sequence[torch.Tensor], token: str, worker: Worker | None)
             return _called(token, [x.expand([int(n) for n in x.shape]) for x in xs])
     except Exception:
         return None
+
+
+def _forget_inner_lengths(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> None:
+    """Let the caller's graph ignore lengths that are open within a layer, and that no result of it has."""
+    mode = detect_fake_mode([*xs])
+    env: Any = None if mode is None else mode.shape_env
+    if env is not None and env.pending_fresh_unbacked_symbols:
+        lengths = set().union(*(free_unbacked_symbols(y) for y in ys))
+        env.pending_fresh_unbacked_symbols = [u for u in env.pending_fresh_unbacked_symbols if u in lengths]
 
 
 _library.impl("layer", _layer, "CompositeImplicitAutograd")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import linear
 
 from spmd.bridge.torch import functions
+from spmd.bridge.torch.compiled import compilable
 from spmd.bridge.torch.dropout import drawn_key
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
@@ -27,6 +28,12 @@ Names = tuple[str, ...]
 
 _SEQUENCES = ("in_proj_weight", "in_proj_bias")
 """The parameters that have the rows of queries, keys and values one after another."""
+
+
+_psum = compilable(psum)
+
+_EACH, _TOGETHER = "in_proj_weight: one of three", "in_proj_weight: three side by side"
+"""How the rows of in_proj_weight lie, as one matrix of queries, keys or values, and as one of all."""
 
 
 class NonDynamicallyQuantizableLinear(Linear, linear.NonDynamicallyQuantizableLinear):
@@ -129,6 +136,17 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             specs["w_spec"] = self._split_rows((self.embed_dim,))
         return {"out_proj": (NonDynamicallyQuantizableLinear, specs)}
 
+    def _split_parameters(self) -> None:
+        super()._split_parameters()
+        if not self._is_split:
+            return
+        for name, pieces in ((_EACH, 1), (_TOGETHER, 3)):
+            self._lies[name] = (self._split_rows((), (self.embed_dim,), pieces),) * 2
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            weight = self._parameters[name]
+            if weight is not None:
+                self._lies[name] = (self._split_rows((), weight.shape[1:]),) * 2
+
     @property
     def _is_split(self) -> bool:
         return bool(self._heads) or any(self._specs[n] is not None for n in ("spec", "kv_spec", "out_spec"))
@@ -191,7 +209,7 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
             weights = weights.sum(1) / self.num_heads
-            weights = psum(weights, self._heads) if self._heads else weights
+            weights = _psum(weights, self._heads) if self._heads else weights
         if not batched:
             return y[0], None if weights is None else weights[0]
         return (y if self.batch_first else y.transpose(0, 1)), weights
@@ -225,22 +243,22 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         bias = self._block("in_proj_bias")
         biases = [None] * 3 if bias is None else bias.reshape(3, -1)
         if not self._qkv_same_embed_dim:
-            weights = [self.shard(f"{name}_proj_weight") for name in "qkv"]
-            return [self._linear(k, *each) for k, each in enumerate(zip(inputs, weights, biases, strict=True))]
+            names = [f"{name}_proj_weight" for name in "qkv"]
+            each = enumerate(zip(inputs, names, biases, strict=True))
+            return [self._linear(k, x, self.shard(name), b, name) for k, (x, name, b) in each]
         weight = self.shard("in_proj_weight").reshape(3, -1, self.embed_dim)
         if inputs[0] is inputs[1] is inputs[2] and self._specs["kv_spec"] is None:
-            return list(
-                self._linear(0, inputs[0], weight.flatten(0, 1), None if bias is None else bias.flatten(), 3).chunk(
-                    3, -1
-                )
-            )
-        return [self._linear(k, *each) for k, each in enumerate(zip(inputs, weight, biases, strict=True))]
+            bias = None if bias is None else bias.flatten()
+            return list(self._linear(0, inputs[0], weight.flatten(0, 1), bias, _TOGETHER).chunk(3, -1))
+        each = enumerate(zip(inputs, weight, biases, strict=True))
+        return [self._linear(k, x, w, b, _EACH) for k, (x, w, b) in each]
 
-    def _linear(self, k: int, x: torch.Tensor, weight: torch.Tensor, bias: Any, pieces: int = 1) -> torch.Tensor:
+    def _linear(self, k: int, x: torch.Tensor, weight: torch.Tensor, bias: Any, lies: str) -> torch.Tensor:
+        """x by a weight that lies as this name says."""
         if not self._is_split:
             return functions.linear(x, weight, bias)
         spec = self._ordered(self._given("kv_spec" if k else "spec"))
-        return functions.linear(x, weight, bias, spec=spec, w_spec=self._split_rows((), weight.shape[1:], pieces))
+        return functions.linear(x, weight, bias, spec=spec, w_spec=self._layout_of_parameter(lies))
 
     def _by_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)

@@ -9,6 +9,7 @@ import torch
 
 from spmd import fft
 from spmd.bridge.torch import functions
+from spmd.bridge.torch.compiled_layers import compilable_layer
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn import whole_fourier
 from spmd.bridge.torch.nn.layer import Layer
@@ -17,7 +18,7 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["FFT", "IFFT", "IRFFT", "RFFT", "SpectralConv1d", "SpectralConv2d", "SpectralConv3d"]
 
-_uncompiled: Any = torch.compiler.disable
+_transforms = {name: compilable_layer(name, fft) for name in ("fftn", "ifftn", "rfftn", "irfftn")}
 
 
 class _Transform(Layer):
@@ -45,7 +46,7 @@ class _Transform(Layer):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if all(spec is None for spec in self._specs.values()):
             return super().forward(input)
-        return _uncompiled(getattr(fft, self._function))(input, self.s, self.dim, self.norm, **self._specs)
+        return _transforms[self._function](input, self.s, self.dim, self.norm, **self._specs)
 
 
 class FFT(_Transform, whole_fourier.FFT):

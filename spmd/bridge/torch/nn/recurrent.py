@@ -15,9 +15,13 @@ from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.errors import SpecError, describe
 from spmd.layout import Layout, P
+from spmd.mesh import here
 from spmd.tracebacks import api_boundary
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]
+
+
+_FEATURES = "hidden features"
 
 
 class _Recurrent(Layer):
@@ -62,9 +66,17 @@ class _Recurrent(Layer):
         cuts[len(before)] = w_spec.cuts[0]
         return Layout(shape, P(*before, *w_spec.spec.trimmed), w_spec.axes, cuts)
 
+    def _split_parameters(self) -> None:
+        super()._split_parameters()
+        w_spec = self._specs["w_spec"]
+        if isinstance(w_spec, P):
+            w_spec = Layout((self.hidden_size,), w_spec, here(f"spt.nn.{self._class_name}").mesh.axes)
+        if w_spec is not None:
+            self._lies[_FEATURES] = w_spec, w_spec
+
     def _run(self, x: torch.Tensor, state: Any, params: dict[str, Any], **options: Any) -> tuple[Any, Any]:
         """Outputs and last states of x, (time, batch, features)."""
-        w_spec = self._specs["w_spec"] if self._split else None
+        w_spec = self._layout_of_parameter(_FEATURES) if self._split else None
         if self._gates > 1:
             function: Any = functions.lstm if self._gates == 4 else functions.gru
             return function(x, state, params, w_spec=w_spec, **options)

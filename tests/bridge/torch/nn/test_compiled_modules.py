@@ -44,7 +44,46 @@ def linear(*args: Any, **specs: Any) -> Callable[[], Any]:
     return lambda: spt.nn.Linear(*args, **specs)
 
 
-MODULES: dict[str, list[Row]] = {c.name: [Row(c.ours, c.shapes, c.in_specs, c.axes)] for c in CASES} | {
+class SelfAttention(torch.nn.Module):
+    """An attention whose query, key and value are one tensor."""
+
+    def __init__(self, need_weights: bool, **specs: Any):
+        super().__init__()
+        self.need_weights = need_weights
+        self.attention = spt.nn.MultiheadAttention(6, 3, **specs)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        both = self.attention(x, x, x, need_weights=self.need_weights)
+        return both if self.need_weights else both[0]
+
+
+def attention(spec: P, need_weights: bool = False, **specs: Any) -> Row:
+    return Row(lambda: SelfAttention(need_weights, spec=spec, **specs), [(5, 4, 6)], [spec])
+
+
+def transform(name: str, shape: Sequence[int], spec: P, out_spec: P | None, **options: Any) -> Row:
+    return Row(lambda: getattr(spt.nn, name)(spec=spec, out_spec=out_spec, **options), [shape], [spec])
+
+
+MORE: dict[str, list[Row]] = {
+    "MultiheadAttention": [
+        attention(WHOLE, heads="x"),
+        attention(COLUMNS, need_weights=True),
+        attention(ROWS, method="ring"),
+        attention(ROWS, need_weights=True, heads="x"),
+    ],
+    "FFT": [transform("FFT", (4, 7), ROWS, COLUMNS)],
+    "RFFT": [transform("RFFT", (4, 7), COLUMNS, None, dim=(0, 1))],
+    "GRUCell": [
+        Row(lambda: spt.nn.GRUCell(3, 5, spec=ROWS), [(4, 3), (4, 5)], [ROWS, ROWS]),
+        Row(lambda: spt.nn.GRUCell(3, 5, w_spec=ROWS), [(4, 3), (4, 5)], [WHOLE, COLUMNS]),
+    ],
+}
+"""Further rows of layers that have a case."""
+
+MODULES: dict[str, list[Row]] = {
+    c.name: [Row(c.ours, c.shapes, c.in_specs, c.axes), *MORE.get(c.name, [])] for c in CASES
+} | {
     "Linear": [
         Row(linear(7, 5, w_spec=ROWS), [(4, 7)], [WHOLE]),
         Row(linear(7, 5), [(4, 7)], [ROWS]),
@@ -121,13 +160,10 @@ def check(row: Row) -> None:
 
 REFUSED = ("RNN", "LSTM", "GRU")
 """Dynamo takes none of torch's classes of these names, nor those that derive from them."""
-OPEN = ("FFT", "IFFT", "RFFT", "IRFFT", "MultiheadAttention", "RNNCell", "LSTMCell", "GRUCell")
-"""What they ask of other workers is not traced yet."""
 
 
 def marks(name: str, k: int) -> list[Any]:
-    later = [FULL] * (k > 0 or name in LATER)
-    return [*later, pytest.mark.xfail(strict=True, reason="not traced yet")] if name in OPEN else later
+    return [FULL] * (k > 0 or name in LATER)
 
 
 @pytest.mark.parametrize("name", REFUSED)
