@@ -17,6 +17,7 @@ import torch
 from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.registry import call
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
+from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tensor_state import is_partitioned, no_overrides, plain, state_of_tensor
@@ -28,6 +29,9 @@ from spmd.operators.reduce import psum
 
 __all__ = ["GlobalTensor", "global_tensor", "lifted", "result", "whole_layout"]
 
+_left_alone = left_alone(
+    "spt.GlobalTensor: no tensor of a graph; compile functions of blocks, or without fullgraph=True"
+)
 _disabled = torch._C.DisableTorchFunctionSubclass
 
 
@@ -74,6 +78,7 @@ class GlobalTensor(torch.Tensor):
         pass
 
     @classmethod
+    @_left_alone
     def from_block(cls, block: torch.Tensor, spec: LayoutLike) -> Any:
         """The tensor of which this worker holds this block. Differentiable.
 
@@ -115,6 +120,7 @@ class GlobalTensor(torch.Tensor):
         _refuse_joined(self, "x.block()")
         return self._block
 
+    @_left_alone
     def whole(self) -> torch.Tensor:
         """The whole, on every worker. Collective. Gradient: each worker's part of the cotangent."""
         inner = relaid(self._block, self._layout, whole_layout(self._layout.shape))
@@ -136,6 +142,7 @@ class GlobalTensor(torch.Tensor):
         return f"a global tensor {kind}{shape}, laid out by {lies}"
 
     @classmethod
+    @_left_alone
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and Tensor in types:
             _check_wholes(func, args, kwargs or {})

@@ -13,6 +13,7 @@ from torch import nn
 
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.plans.styles import Style, keep_ties, laid_out
 from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import LayoutError, SpecError, StateError, describe
@@ -47,6 +48,7 @@ def parallelize(
     In the module tensors stand for the whole (`spt.GlobalTensor`): shapes, residuals, masks, `view` and losses are as
     on one worker, and so are results and gradients. Parameters lie by the plan: optimisers, `spt.state_dict` and
     `spmd.save` know it. Construct it in a body, on every worker.
+    `torch.compile` leaves it as it is, in a graph break; with fullgraph=True it raises.
     Raises LayoutError for patterns that match nothing, for styles that do not fit, and in a call for functions that
     cannot be applied to what is split, naming the module and styles that would do.
     """
@@ -148,12 +150,21 @@ class _Call:
         return y.block() if isinstance(y, GlobalTensor) else y
 
 
+@left_alone("spt.parallelize: a split module runs outside of graphs; compile it without fullgraph=True")
+def _outside_of_graphs(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """function(*args, **kwargs), which the compiler leaves alone: global tensors are no tensors of its graphs."""
+    return function(*args, **kwargs)
+
+
 class _Parallelized:
     """The class of a module that `parallelize` returns, before its own."""
 
     _spmd_call: _Call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _outside_of_graphs(self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         args = self._spmd_call.arguments(args)
         for x in kwargs.values():
             self._spmd_call._check_whole(x)

@@ -10,6 +10,7 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.bridge.torch.global_tensors.tensor import global_tensor
 from spmd.bridge.torch.interop import check_device, tensor_of
+from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, moved, of_array
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.grid import Grid
@@ -25,6 +26,7 @@ __all__ = ["put"]
 _WHERE = "spt.put"
 
 
+@left_alone("spt.put: its result is no tensor of a graph; call it outside, or compile without fullgraph=True")
 @api_boundary
 def put(x: Any, spec: Any, mesh: Mesh | None = None) -> Any:
     """Lay a tensor, or a pytree of tensors, out by a spec.
