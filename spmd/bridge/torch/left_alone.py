@@ -19,5 +19,6 @@ def left_alone(reason: str) -> Callable[[F], F]:
     reason: what the error of the compiler says with fullgraph=True, from torch 2.8.
     """
     takes_reason = "reason" in signature(torch.compiler.disable).parameters
-    options: Any = {"reason": reason} if takes_reason else {}
-    return lambda function: torch.compiler.disable(function, **options)
+    options = {"reason": reason} if takes_reason else {}
+    disable: Any = torch.compiler.disable
+    return lambda function: disable(function, **options)

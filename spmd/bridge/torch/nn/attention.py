@@ -141,11 +141,13 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         if not self._is_split:
             return
         for name, pieces in ((_EACH, 1), (_TOGETHER, 3)):
-            self._lies[name] = (self._split_rows((), (self.embed_dim,), pieces),) * 2
+            lies = self._split_rows((), (self.embed_dim,), pieces)
+            self._lies[name] = lies, lies
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
             weight = self._parameters[name]
             if weight is not None:
-                self._lies[name] = (self._split_rows((), weight.shape[1:]),) * 2
+                lies = self._split_rows((), weight.shape[1:])
+                self._lies[name] = lies, lies
 
     @property
     def _is_split(self) -> bool:
