@@ -16,7 +16,16 @@ from spmd.global_ops.call import global_value, names_of, on_blocks
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import Mesh, here
 
-__all__ = ["LayerPlan", "Operand", "along", "is_local", "is_split", "recorded_layouts", "run_layer"]
+__all__ = [
+    "LayerPlan",
+    "Operand",
+    "along",
+    "is_local",
+    "is_split",
+    "layouts_are_recorded",
+    "recorded_layouts",
+    "run_layer",
+]
 
 _layouts: ContextVar[list[Any] | None] = ContextVar("spmd_layouts_of_results", default=None)
 
@@ -30,6 +39,11 @@ def recorded_layouts() -> Iterator[list[Any]]:
         yield found
     finally:
         _layouts.reset(token)
+
+
+def layouts_are_recorded() -> bool:
+    """Whether the layouts of results are wanted: of a plan by specs alone they are not known."""
+    return _layouts.get() is not None
 
 
 class LayerPlan(Protocol):

@@ -19,7 +19,7 @@ from spmd.functions.layouts import (
 )
 from spmd.functions.local import local, namespace
 from spmd.functions.movement import gathered, relaid, summed, varied
-from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
+from spmd.functions.planned import LayerPlan, Operand, is_split, layouts_are_recorded, run_layer
 from spmd.global_ops.call import names_of
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
@@ -70,7 +70,7 @@ def linear(
     _check(x, w, bias)
     check_dtypes(_WHERE, x, w=w, bias=bias)
     worker = WORKER.get()
-    if worker is not None and shape is None:
+    if worker is not None and shape is None and not (isinstance(w_spec, Layout) and layouts_are_recorded()):
         plan = _plan_by_specs(spec, w_spec, out_spec, x.ndim, worker.mesh.sides)
         if plan is not None:
             check_split(_WHERE, "spec", x, spec, worker)
