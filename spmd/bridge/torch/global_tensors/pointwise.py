@@ -17,6 +17,7 @@ from spmd.bridge.torch.global_tensors.meeting import (
     meeting_dims,
 )
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
+from spmd.bridge.torch.global_tensors.sharing import writes
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.mesh import here
@@ -26,7 +27,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 POINTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arcsin arctan arctan2 asin asinh atan atan2 atanh
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone complex conj
-    conj_physical contiguous copysign cos cosh deg2rad detach div divide double elu eq erf erfc erfinv exp exp2 expm1
+    conj_physical copysign cos cosh deg2rad detach div divide double elu eq erf erfc erfinv exp exp2 expm1
     fix float float_power floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt half bfloat16 cfloat
     cdouble hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 imag int isclose isfinite isinf isnan isneginf
     isposinf le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
@@ -48,7 +49,7 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A function of the entries of tensors that broadcast."""
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
-    written = first if _writes(name, kwargs) else kwargs.get("out")
+    written = first if writes(name, kwargs) else kwargs.get("out")
     if (
         type(first) is GlobalTensor
         and len(args) == 1
@@ -94,14 +95,6 @@ def _like(x: GlobalTensor, block: Any) -> Any:
     if block is x._block:
         return x
     return GlobalTensor(block, x._layout, x._groups)
-
-
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("inplace"):
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_") and name != "requires_grad_"
 
 
 def _meet(func: Any, operands: list[Any], joined: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -197,6 +190,12 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 HANDLERS |= {torch.Tensor.grad.__get__: _gradient}  # type: ignore[attr-defined]
+
+
+@handles("contiguous")
+def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return GlobalTensor(func(x._block, *args[1:], **kwargs), x._layout, x._groups)
 
 
 @handles("is_contiguous")

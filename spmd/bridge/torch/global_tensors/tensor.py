@@ -16,6 +16,7 @@ import torch
 
 from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.registry import call
+from spmd.bridge.torch.global_tensors.sharing import CopiedView, Memory, check_current, note_views, note_write, writes
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.tensor import Tensor
@@ -53,6 +54,8 @@ class GlobalTensor(torch.Tensor):
     """Of the block, over all axes of the mesh. Its dimensions, joined by `_groups`, are those of the tensor."""
     _groups: tuple[int, ...]
     """For each dimension of the tensor, how many of the layout's dimensions it joins."""
+    _memory: Memory | None = None
+    """That which views share."""
 
     @staticmethod
     def __new__(cls, block: torch.Tensor, layout: Layout, groups: Sequence[int] | None = None) -> Any:
@@ -113,10 +116,12 @@ class GlobalTensor(torch.Tensor):
     def block(self) -> torch.Tensor:
         """This worker's block, with its history. It varies along the axes of the layout."""
         _refuse_joined(self, "x.block()")
+        check_current("block", self)
         return self._block
 
     def whole(self) -> torch.Tensor:
         """The whole, on every worker. Collective. Gradient: each worker's part of the cotangent."""
+        check_current("whole", self)
         inner = relaid(self._block, self._layout, whole_layout(self._layout.shape))
         return inner.reshape(_joined(self._layout.shape, self._groups))
 
@@ -137,12 +142,25 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1 and Tensor in types:
-            _check_wholes(func, args, kwargs or {})
-        for x in args:
-            if type(x) is GlobalTensor:
-                _check_history(func, x)
-        return call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if len(types) > 1:
+            if CopiedView in types:
+                return NotImplemented
+            if Tensor in types:
+                _check_wholes(func, args, kwargs)
+        name, first = func.__name__, args[0] if args else None
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        else:
+            for x in tensors_in(args, kwargs):
+                if type(x) is GlobalTensor:
+                    _check_history(name, x)
+                    check_current(name, x)
+        y = call(func, args, kwargs)
+        target = first if writes(name, kwargs) else kwargs.get("out")
+        if type(target) is GlobalTensor:
+            note_write(target)
+        return note_views(name, first, y) if type(first) is GlobalTensor else y
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,12 +186,12 @@ def _refuse_gradient(g: Any) -> None:
     raise _lost_history("the gradient of a global tensor", g)
 
 
-def _check_history(func: Callable, x: GlobalTensor) -> None:
+def _check_history(name: str, x: GlobalTensor) -> None:
     """Raise for what a torch.autograd.Function made: its block has no history."""
     with _disabled():
         foreign = x.grad_fn is not None
     if foreign:
-        raise _lost_history(f"torch's {getattr(func, '__name__', 'a function')}", x)
+        raise _lost_history(f"torch's {name}", x)
 
 
 def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
