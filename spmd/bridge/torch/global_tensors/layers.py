@@ -70,6 +70,15 @@ def _plain_linear(x: Any, w: Any, bias: Any, out: Any) -> Any:
 def scattered_linear(x: Any, w: Any, bias: Any, dim: int, names: tuple[str, ...]) -> Any:
     """`F.linear`, whose result is split by axes in a dimension."""
     x, w, bias = as_global(x), as_global(w), as_global(bias)
+    if not -x.ndim <= dim < x.ndim - 1 or dim == -1:
+        raise LayoutError.at(
+            "spt.row",
+            argument="sequence",
+            got=f"{dim}, for an input of shape {list(x.shape)}",
+            need="a dimension of the result other than the last",
+            mend="sequence=1 for (sample, position, feature)",
+        )
+    dim %= x.ndim
     own = dims_of(x) if isinstance(x, GlobalTensor) else [WHOLE] * x.ndim
     taken = {*names}
     dims = [

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, lifted, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, no_overrides, state_of_tensor
 from spmd.functions.movement import relaid, varied
@@ -36,7 +37,7 @@ def as_global(x: Any) -> Any:
     """A tensor of which workers hold blocks as a global tensor: parameters too. Other values as they are."""
     if isinstance(x, GlobalTensor) or not is_partitioned(x):
         return x
-    layout = x.block_layout
+    layout = unwrapped(x).block_layout
     groups = _groups_of(layout.shape, tuple(_shape(x)))
     block = x.block() if groups is None else x.packed_block()
     return GlobalTensor(block, lifted(layout), groups)

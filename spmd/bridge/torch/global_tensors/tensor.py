@@ -20,7 +20,14 @@ from spmd.bridge.torch.global_tensors.sharing import CopiedView, Memory, check_c
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.tensor import Tensor
-from spmd.bridge.torch.tensor_state import is_partitioned, no_overrides, plain, state_of_tensor
+from spmd.bridge.torch.tensor_state import (
+    GRADIENT_SYNCS,
+    is_partitioned,
+    no_overrides,
+    plain,
+    state_of_tensor,
+    summed_state,
+)
 from spmd.errors import LayoutError, StateError, describe
 from spmd.functions.movement import relaid
 from spmd.layout import Layout, P
@@ -146,7 +153,7 @@ class GlobalTensor(torch.Tensor):
         if len(types) > 1:
             if CopiedView in types:
                 return NotImplemented
-            if Tensor in types:
+            if Tensor in types or GRADIENT_SYNCS:
                 _check_wholes(func, args, kwargs)
         name, first = func.__name__, args[0] if args else None
         if name == "__get__":
@@ -199,6 +206,15 @@ def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
     tensors = list(tensors_in(args, kwargs))
     split = frozenset().union(*(x._layout.varying for x in tensors if isinstance(x, GlobalTensor)))
     for x in tensors:
+        synced = sorted(summed_state(x).varying & split)
+        if synced:
+            raise LayoutError.at(
+                f"torch's {getattr(func, '__name__', 'a function')}",
+                got=f"a parameter whose gradients spt.data_parallel sums over {synced[0]!r}, beside a global tensor "
+                "that is split over it, by which they are sums already",
+                need="one of the two",
+                mend=f"spt.parallelize(net, plan, in_specs=P({synced[0]!r})) without spt.data_parallel",
+            )
         clash = sorted(state_of_tensor(x).varying & split)
         if clash:
             # No TypeError: operators of Python would then try the other operand.
