@@ -18,7 +18,7 @@ from spmd.bridge.torch.global_tensors.meeting import (
 )
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
 from spmd.bridge.torch.global_tensors.sharing import writes
-from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
+from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, follow_block, result, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
 from spmd.mesh import here
 
@@ -181,6 +181,7 @@ HANDLERS |= {torch.Tensor.data.__get__: _detached}  # type: ignore[attr-defined]
 @handles("requires_grad_")
 def _require_grad(func: Any, args: Any, kwargs: Any) -> Any:
     args[0]._block.requires_grad_(*args[1:], **kwargs)
+    follow_block(args[0])
     return args[0]
 
 

@@ -34,7 +34,7 @@ from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.reduce import psum
 
-__all__ = ["GlobalTensor", "global_tensor", "lifted", "result", "whole_layout"]
+__all__ = ["GlobalTensor", "follow_block", "global_tensor", "lifted", "result", "whole_layout"]
 
 _disabled = torch._C.DisableTorchFunctionSubclass
 
@@ -75,7 +75,7 @@ class GlobalTensor(torch.Tensor):
                 device=block.device,
                 requires_grad=block.requires_grad,
             )
-            if block.requires_grad:  # an autograd.Function would take the tensor without the history of its block
+            if block.requires_grad:
                 x.register_hook(_refuse_gradient)
         x._block, x._layout, x._groups = block, layout, groups
         return x
@@ -167,6 +167,7 @@ class GlobalTensor(torch.Tensor):
         target = first if writes(name, kwargs) else kwargs.get("out")
         if type(target) is GlobalTensor:
             note_write(target)
+            follow_block(target)
         return note_views(name, first, y) if type(first) is GlobalTensor else y
 
     @classmethod
@@ -187,6 +188,15 @@ def _lost_history(where: str, x: Any) -> LayoutError:
         mend="torch.utils.checkpoint(..., use_reentrant=False); Function.apply(x.block()), and "
         "spt.GlobalTensor.from_block of its result",
     )
+
+
+def follow_block(x: GlobalTensor) -> None:
+    """Let a tensor require gradients as its block does: an autograd.Function looks at the tensor only, and raises."""
+    with no_overrides():
+        if x.requires_grad != x._block.requires_grad:
+            x.requires_grad_(x._block.requires_grad)
+            if x.requires_grad:
+                x.register_hook(_refuse_gradient)
 
 
 def _refuse_gradient(g: Any) -> None:
