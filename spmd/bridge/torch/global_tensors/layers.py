@@ -28,7 +28,8 @@ def joins(x: Any) -> bool:
 
 
 def _block(x: Any) -> Any:
-    return x._block if isinstance(x, GlobalTensor) else x
+    """The block of an operand. Raises where its dimensions join several of the layout's: the block has other ones."""
+    return x.block() if isinstance(x, GlobalTensor) else x
 
 
 def _spec(x: Any) -> Any:
@@ -47,6 +48,12 @@ def _placed(y: Any, layout: Any) -> Any:
     if isinstance(layout, tuple):
         return tuple(_placed(each, lies) for each, lies in zip(y, layout, strict=True))
     return result(y, layout)
+
+
+def _weights(x: Any) -> Any:
+    """Weights of a convolution: a global tensor that lies by a spec, or the whole."""
+    x = as_global(x)
+    return x.whole() if isinstance(x, GlobalTensor) and x._layout.spec is None else x
 
 
 def whole_operand(x: Any) -> Any:
@@ -100,7 +107,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
     if not isinstance(w, GlobalTensor):
         return whole_operand(bias)
     if w._layout.spec is None:
-        return bias
+        return whole_operand(bias)
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
     if not target.varying:
         return whole_operand(bias)
@@ -111,7 +118,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
 def _conv(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding dilation groups"
     x, w, bias, stride, padding, dilation, groups = named(args, kwargs, names)
-    x, w = as_global(x), as_global(w)
+    x, w = as_global(x), _weights(w)
     batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     bias = _bias_like(w, as_global(bias), 0)
@@ -160,7 +167,7 @@ def _pairs(padding: Any) -> Any:
 def _conv_transpose(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding output_padding groups dilation"
     x, w, bias, stride, padding, extra, groups, dilation = named(args, kwargs, names)
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
     batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     groups = or_default(groups, 1)
@@ -195,7 +202,7 @@ def _pool(function: Any, names: str) -> Callable[..., Any]:
         indices = options.pop("return_indices", False) or func.__name__.endswith("_with_indices")
         if indices:
             options["return_indices"] = True
-        y = _run(function, x._block, or_default(window, window), **options, spec=x._layout)
+        y = _run(function, _block(x), or_default(window, window), **options, spec=x._layout)
         parts = y if isinstance(y, tuple) else (y,)
         parts = parts if batched else tuple(p.squeeze(0) for p in parts)
         return parts if indices else parts[0]

@@ -19,7 +19,7 @@ from spmd.bridge.torch.global_tensors.meeting import (
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
 from spmd.bridge.torch.global_tensors.sharing import writes
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, follow_block, result, whole_layout
-from spmd.bridge.torch.tensor_state import is_partitioned, plain
+from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, plain
 from spmd.mesh import here
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -126,9 +126,13 @@ def _part(x: torch.Tensor, layout: Any, groups: Any) -> torch.Tensor:
     """The part of an operand that meets the block of the result."""
     x = as_global(x)
     if isinstance(x, GlobalTensor):
-        return x._block if x._layout == layout else block_in(x, layout.shape, layout)
+        if x._layout == layout and x._groups == tuple(groups):
+            return x._block
+        if x.is_separate or not x.joins and layout.spec is None:
+            return block_in(x, layout.shape, layout)
+        x = x.whole()  # beside a whole that is written to
     if not x.ndim:
-        return block_in(x, layout.shape, layout) if layout.spec is not None else x
+        return block_in(x, layout.shape, layout) if layout.spec is not None or needs_grad(x) else x
     if len(groups) != len(layout.shape) or layout.spec is None:
         outer, start = [], 0
         for n in groups:
