@@ -51,7 +51,7 @@ def _placed(y: Any, layout: Any) -> Any:
 
 
 def _weights(x: Any) -> Any:
-    """Weights of a convolution: a global tensor that lies by a spec, or the whole."""
+    """Weights of a layer: a global tensor that lies by a spec, or the whole."""
     x = as_global(x)
     return x.whole() if isinstance(x, GlobalTensor) and x._layout.spec is None else x
 
@@ -63,7 +63,7 @@ def whole_operand(x: Any) -> Any:
 @handles("linear")
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = named(args, kwargs, "input weight bias")
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
     if any(map(joins, (x, w, bias))):
         return joined_linear(x, w, bias)
     return _plain_linear(x, w, bias, None)
@@ -76,7 +76,7 @@ def _plain_linear(x: Any, w: Any, bias: Any, out: Any) -> Any:
 
 def scattered_linear(x: Any, w: Any, bias: Any, dim: int, names: tuple[str, ...]) -> Any:
     """`F.linear`, whose result is split by axes in a dimension."""
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
     if not -x.ndim <= dim < x.ndim - 1 or dim == -1:
         raise LayoutError.at(
             "spt.row",
@@ -106,8 +106,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
         return None
     if not isinstance(w, GlobalTensor):
         return whole_operand(bias)
-    if w._layout.spec is None:
-        return whole_operand(bias)
+    bias = whole_operand(bias) if joins(bias) else bias
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
     if not target.varying:
         return whole_operand(bias)

@@ -32,8 +32,8 @@ def multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     batched = a["query"].ndim == 3
     size = a["query"].shape[-1] // a["num_heads"]
     q, k, v = (by_heads(x.transpose(0, 1), size) for x in _projected(a, *_inputs(a, batched)))
-    biases = (None if a[n] is None else by_heads(as_global(a[n]), size) for n in ("bias_k", "bias_v"))
-    k, v, added = with_added_keys(k, v, *biases, a["add_zero_attn"])
+    bias_k, bias_v = (None if a[n] is None else by_heads(as_global(a[n]), size) for n in ("bias_k", "bias_v"))
+    k, v, added = with_added_keys(k, v, bias_k, bias_v, a["add_zero_attn"])
     mask = showing_added(_mask(a, q.dtype), added)
     rate = a["dropout_p"] if a["training"] else 0.0
     causal = a["is_causal"] and a["key_padding_mask"] is None and not a["need_weights"]

@@ -255,8 +255,10 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             got = f"keys whose positions are split over {self._names('kv_spec')[1]}"
             need, mend = "whole sequences for add_bias_kv and add_zero_attn", "kv_spec= that splits the batch alone"
             raise SpecError.at("spt.nn.MultiheadAttention", argument="kv_spec", got=got, need=need, mend=mend)
-        biases = (None if self.bias_k is None else by_heads(self.shard(n), self.head_dim) for n in ("bias_k", "bias_v"))
-        return with_added_keys(k, v, *biases, self.add_zero_attn)
+        bias_k, bias_v = (
+            None if self.bias_k is None else by_heads(self.shard(n), self.head_dim) for n in ("bias_k", "bias_v")
+        )
+        return with_added_keys(k, v, bias_k, bias_v, self.add_zero_attn)
 
     def _terms(self, padding: Any, attn_mask: Any) -> dict[str, Any]:
         """The masks of torch as those of `attention`: where queries see keys, and numbers that are added."""
