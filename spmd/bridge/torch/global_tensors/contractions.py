@@ -144,12 +144,18 @@ def joined_linear(x: Any, w: Any, bias: Any) -> Any:
     common = "".join(next(letters) for _ in features)
     y = contracted([batch + common, rows + common], batch + rows, [_bare(x), _bare(w)])
     if bias is not None:
-        own = _bare(bias) if isinstance(bias, GlobalTensor) else bias.reshape(w_inner[: w_groups[0]])
+        rows_shape = w_inner[: w_groups[0]]
+        lies_so = isinstance(bias, GlobalTensor) and list(bias._layout.shape) == rows_shape
+        own = _bare(bias) if lies_so else _whole(bias).reshape(rows_shape)
         y = y + own
     groups = (*groups[:-1], w_groups[0])
     if isinstance(y, GlobalTensor):
         return GlobalTensor(y._block, y._layout, groups)
     return result(y, layout_of_dims(y.shape, [WHOLE] * y.ndim), groups)
+
+
+def _whole(x: Any) -> Any:
+    return x.whole() if isinstance(x, GlobalTensor) else x
 
 
 def _bare(x: Any) -> Any:

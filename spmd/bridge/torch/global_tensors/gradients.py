@@ -12,6 +12,8 @@ from spmd.bridge.torch.global_tensors.meeting import as_global, block_in
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 
+__all__ = ["block_of_cotangent"]
+
 
 def _block(x: Any) -> Any:
     return x._block if isinstance(x, GlobalTensor) else x
@@ -33,6 +35,11 @@ def _cotangent(func: Any, y: Any, cotangent: Any, args: Any, kwargs: Any) -> Any
     if not y.is_separate:
         raise unhandled(func, args, kwargs, "a cotangent that lies as the tensor")
     return block_in(cotangent, y._layout.shape, y._layout)
+
+
+def block_of_cotangent(x: GlobalTensor, cotangent: Any) -> Any:
+    """This worker's block of a cotangent of x."""
+    return _cotangent(torch.Tensor.backward, x, cotangent, (x,), {})
 
 
 def _cotangents(func: Any, ys: tuple[Any, ...], given: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

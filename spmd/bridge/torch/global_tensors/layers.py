@@ -28,7 +28,8 @@ def joins(x: Any) -> bool:
 
 
 def _block(x: Any) -> Any:
-    return x._block if isinstance(x, GlobalTensor) else x
+    """The block of an operand. Raises where its dimensions join several of the layout's: the block has other ones."""
+    return x.block() if isinstance(x, GlobalTensor) else x
 
 
 def _spec(x: Any) -> Any:
@@ -49,6 +50,12 @@ def _placed(y: Any, layout: Any) -> Any:
     return result(y, layout)
 
 
+def _weights(x: Any) -> Any:
+    """Weights of a layer: a global tensor that lies by a spec, or the whole."""
+    x = as_global(x)
+    return x.whole() if isinstance(x, GlobalTensor) and x._layout.spec is None else x
+
+
 def whole_operand(x: Any) -> Any:
     return x.whole() if isinstance(x, GlobalTensor) else x
 
@@ -56,7 +63,7 @@ def whole_operand(x: Any) -> Any:
 @handles("linear")
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, w, bias = named(args, kwargs, "input weight bias")
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
     if any(map(joins, (x, w, bias))):
         return joined_linear(x, w, bias)
     return _plain_linear(x, w, bias, None)
@@ -69,7 +76,16 @@ def _plain_linear(x: Any, w: Any, bias: Any, out: Any) -> Any:
 
 def scattered_linear(x: Any, w: Any, bias: Any, dim: int, names: tuple[str, ...]) -> Any:
     """`F.linear`, whose result is split by axes in a dimension."""
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
+    if not -x.ndim <= dim < x.ndim - 1 or dim == -1:
+        raise LayoutError.at(
+            "spt.row",
+            argument="sequence",
+            got=f"{dim}, for an input of shape {list(x.shape)}",
+            need="a dimension of the result other than the last",
+            mend="sequence=1 for (sample, position, feature)",
+        )
+    dim %= x.ndim
     own = dims_of(x) if isinstance(x, GlobalTensor) else [WHOLE] * x.ndim
     taken = {*names}
     dims = [
@@ -90,8 +106,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
         return None
     if not isinstance(w, GlobalTensor):
         return whole_operand(bias)
-    if w._layout.spec is None:
-        return bias
+    bias = whole_operand(bias) if joins(bias) else bias
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
     if not target.varying:
         return whole_operand(bias)
@@ -102,7 +117,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
 def _conv(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding dilation groups"
     x, w, bias, stride, padding, dilation, groups = named(args, kwargs, names)
-    x, w = as_global(x), as_global(w)
+    x, w = as_global(x), _weights(w)
     batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     bias = _bias_like(w, as_global(bias), 0)
@@ -151,7 +166,7 @@ def _pairs(padding: Any) -> Any:
 def _conv_transpose(func: Any, args: Any, kwargs: Any) -> Any:
     names = "input weight bias stride padding output_padding groups dilation"
     x, w, bias, stride, padding, extra, groups, dilation = named(args, kwargs, names)
-    x, w, bias = as_global(x), as_global(w), as_global(bias)
+    x, w, bias = as_global(x), _weights(w), as_global(bias)
     batched = _is_batched(func, x, w)
     x = x if batched else x.unsqueeze(0)
     groups = or_default(groups, 1)
@@ -186,7 +201,7 @@ def _pool(function: Any, names: str) -> Callable[..., Any]:
         indices = options.pop("return_indices", False) or func.__name__.endswith("_with_indices")
         if indices:
             options["return_indices"] = True
-        y = _run(function, x._block, or_default(window, window), **options, spec=x._layout)
+        y = _run(function, _block(x), or_default(window, window), **options, spec=x._layout)
         parts = y if isinstance(y, tuple) else (y,)
         parts = parts if batched else tuple(p.squeeze(0) for p in parts)
         return parts if indices else parts[0]

@@ -41,9 +41,14 @@ def _loss_of(
 ) -> Any:
     indexed = function in (functions.cross_entropy, functions.nll_loss) and target.ndim < x.ndim
     if joins(x) or joins(target):
+        outer, by_sample = tuple(x.shape), function in (functions.cross_entropy, functions.nll_loss)
         x, target = _unjoined(func, x, target, indexed, args, kwargs)
+        if reduction == "batchmean":
+            return _loss_of(function, func, x, target, "sum", options, args, kwargs) / outer[0]
         y = _loss_of(function, func, x, target, reduction, options, args, kwargs)
-        return y.reshape(-1) if reduction == "none" else y
+        if reduction != "none":
+            return y
+        return y.reshape(-1) if by_sample else y.movedim(1, -1).reshape(outer) if len(outer) > 1 else y.reshape(outer)
     c = min(1, x.ndim - 1)
     if not isinstance(x, GlobalTensor):
         dims = dims_of(laid(target))

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, lifted, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, no_overrides, state_of_tensor
+from spmd.errors import LayoutError, describe
 from spmd.functions.movement import relaid, varied
 from spmd.layout import Layout, P
 from spmd.mesh import here
@@ -36,7 +38,7 @@ def as_global(x: Any) -> Any:
     """A tensor of which workers hold blocks as a global tensor: parameters too. Other values as they are."""
     if isinstance(x, GlobalTensor) or not is_partitioned(x):
         return x
-    layout = x.block_layout
+    layout = unwrapped(x).block_layout
     groups = _groups_of(layout.shape, tuple(_shape(x)))
     block = x.block() if groups is None else x.packed_block()
     return GlobalTensor(block, lifted(layout), groups)
@@ -67,8 +69,15 @@ def _groups_of(inner: Sequence[int], outer: Sequence[int]) -> tuple[int, ...] | 
 
 
 def dims_of(x: GlobalTensor) -> list[Dim]:
-    """How each dimension of the layout of a global tensor lies, by its spec."""
+    """How each dimension of the layout of a global tensor lies, by its spec. Raises LayoutError for grids."""
     layout = x._layout
+    if layout.spec is None:
+        raise LayoutError.at(
+            "a function of torch",
+            got=f"{describe(x)}, {layout}",
+            need="a layout by a spec, in which axes of the mesh split dimensions",
+            mend="spt.put(x, P(...)) lays it out so, and x.whole() is the whole on every worker (collective)",
+        )
     return [Dim(n, c if n else None) for n, c in zip(layout.spec.dims, layout.cuts, strict=True)]
 
 
@@ -105,6 +114,8 @@ def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Ten
     """
     if isinstance(x, GlobalTensor) and x._layout == target:
         return x._block
+    if target.spec is None:
+        return _block_on_grid(x, target)
     own = x._layout.shape if isinstance(x, GlobalTensor) else tuple(_shape(x))
     first = len(shape) - len(own)
     dims = [
@@ -117,6 +128,15 @@ def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Ten
     if worker.tracked or not needs_grad(block):  # where states are tracked, torch's functions vary operands themselves
         return block
     return varied(block, [n for n in worker.mesh.axes if n in target.varying - part.varying])
+
+
+def _block_on_grid(x: torch.Tensor, target: Layout) -> Any:
+    """The part of an operand that meets this worker's block of a result on a grid."""
+    if isinstance(x, GlobalTensor):
+        if x._layout.shape == target.shape:
+            return relaid(x._block, x._layout, target)
+        x = x.whole()
+    return _part_of_whole(x.expand(target.shape), target)
 
 
 def _part_of_whole(x: torch.Tensor, part: Layout) -> Any:

@@ -11,6 +11,14 @@ from torch.nn import functional as F
 
 from spmd.bridge.torch.global_tensors.meeting import as_global
 from spmd.bridge.torch.global_tensors.registry import handles
+from spmd.bridge.torch.multihead_keys import (
+    additive,
+    by_heads,
+    mask_of_heads,
+    padding_of_heads,
+    showing_added,
+    with_added_keys,
+)
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -22,11 +30,11 @@ def multi_head_attention(func: Any, args: Any, kwargs: Any) -> Any:
     bound.apply_defaults()
     a = bound.arguments
     batched = a["query"].ndim == 3
-    query, key, value = _inputs(a, batched)
-    q, k, v = _projected(a, query, key, value)
-    mask = _mask(a, q, batched)
-    k, v, mask = _extended(a, k, v, mask)
-    q, k, v = (_heads(x, a["num_heads"]) for x in (q, k, v))
+    size = a["query"].shape[-1] // a["num_heads"]
+    q, k, v = (by_heads(x.transpose(0, 1), size) for x in _projected(a, *_inputs(a, batched)))
+    bias_k, bias_v = (None if a[n] is None else by_heads(as_global(a[n]), size) for n in ("bias_k", "bias_v"))
+    k, v, added = with_added_keys(k, v, bias_k, bias_v, a["add_zero_attn"])
+    mask = showing_added(_mask(a, q.dtype), added)
     rate = a["dropout_p"] if a["training"] else 0.0
     causal = a["is_causal"] and a["key_padding_mask"] is None and not a["need_weights"]
     weights = None
@@ -73,46 +81,8 @@ def _flat(x: Any, heads: int) -> Any:
     return x.reshape(total // heads, heads, length, size).permute(2, 0, 1, 3).reshape(length, total // heads, -1)
 
 
-def _mask(a: dict[str, Any], q: Any, batched: bool) -> Any:
-    """What is added to the scores, (sample or 1, head or 1, query, key); None for nothing."""
-    mask, padding = _additive(a["attn_mask"], q.dtype), _additive(a["key_padding_mask"], q.dtype)
-    if mask is not None:
-        if mask.ndim == 3:
-            heads = a["num_heads"]
-            mask = mask.reshape(mask.shape[0] // heads, heads, *mask.shape[1:])
-        else:
-            mask = mask.reshape(1, 1, *mask.shape)
-    if padding is not None:
-        padding = padding if batched else padding.unsqueeze(0)
-        padding = padding.reshape(padding.shape[0], 1, 1, padding.shape[1])
-        mask = padding if mask is None else mask + padding
-    return mask
-
-
-def _additive(mask: Any, dtype: torch.dtype) -> Any:
-    if mask is None:
-        return None
-    mask = as_global(mask)
-    if mask.dtype is torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
-    return mask.to(dtype)
-
-
-def _extended(a: dict[str, Any], k: Any, v: Any, mask: Any) -> tuple[Any, Any, Any]:
-    """Keys and values with those that the module adds behind."""
-    n, more = k.shape[1], 0
-    if a["bias_k"] is not None:
-        k, v = (
-            torch.cat([x, as_global(b).expand(1, n, b.shape[-1])], 0) for x, b in ((k, a["bias_k"]), (v, a["bias_v"]))
-        )
-        more += 1
-    if a["add_zero_attn"]:
-        k, v = (torch.cat([x, torch.zeros_like(x[:1])], 0) for x in (k, v))
-        more += 1
-    return k, v, mask if mask is None or not more else F.pad(mask, (0, more))
-
-
-def _heads(x: Any, heads: int) -> Any:
-    """(position, sample, features) as (sample, head, position, feature)."""
-    length, n, features = x.shape
-    return x.reshape(length, n, heads, features // heads).permute(1, 2, 0, 3)
+def _mask(a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """What is added to the scores, (sample, head, query, key), or fewer dimensions; None for nothing."""
+    mask = mask_of_heads(additive(as_global(a["attn_mask"]), dtype), a["num_heads"])
+    padding = padding_of_heads(additive(as_global(a["key_padding_mask"]), dtype))
+    return mask if padding is None else padding if mask is None else mask + padding

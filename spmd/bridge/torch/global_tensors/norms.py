@@ -110,3 +110,12 @@ def _instance_norm(func: Any, args: Any, kwargs: Any) -> Any:
         raise unhandled(func, args, kwargs, "statistics of the input: track_running_stats=False")
     weight, bias = (channels(x, p, 1) for p in (weight, bias))
     return result(functions.instance_norm(x._block, weight, bias, or_default(eps, 1e-5), spec=x._layout), x._layout)
+
+
+@handles("_weight_norm")
+def _weight_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """v scaled to norms g, over all dimensions besides one (-1: over all), as parametrizations.weight_norm does."""
+    v, g, d = named(args, kwargs, "v g dim")
+    v, g = laid(v), as_global(g)
+    over = list(range(v.ndim)) if d == -1 else [k for k in range(v.ndim) if k != (d or 0) % v.ndim]
+    return v * (g / torch.linalg.vector_norm(v, 2, over, True))

@@ -17,8 +17,9 @@ from spmd.bridge.torch.global_tensors.meeting import (
     meeting_dims,
 )
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, handles, unhandled
-from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, result, whole_layout
-from spmd.bridge.torch.tensor_state import is_partitioned, plain
+from spmd.bridge.torch.global_tensors.sharing import writes
+from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, _refuse_joined, follow_block, result, whole_layout
+from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, plain
 from spmd.mesh import here
 
 _disabled = torch._C.DisableTorchFunctionSubclass
@@ -26,7 +27,7 @@ _disabled = torch._C.DisableTorchFunctionSubclass
 POINTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arcsin arctan arctan2 asin asinh atan atan2 atanh
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone complex conj
-    conj_physical contiguous copysign cos cosh deg2rad detach div divide double elu eq erf erfc erfinv exp exp2 expm1
+    conj_physical copysign cos cosh deg2rad detach div divide double elu eq erf erfc erfinv exp exp2 expm1
     fix float float_power floor floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt half bfloat16 cfloat
     cdouble hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 imag int isclose isfinite isinf isnan isneginf
     isposinf le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and
@@ -48,7 +49,7 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A function of the entries of tensors that broadcast."""
     name = getattr(func, "__name__", "")
     first = args[0] if args else None
-    written = first if _writes(name, kwargs) else kwargs.get("out")
+    written = first if writes(name, kwargs) else kwargs.get("out")
     if (
         type(first) is GlobalTensor
         and len(args) == 1
@@ -96,14 +97,6 @@ def _like(x: GlobalTensor, block: Any) -> Any:
     return GlobalTensor(block, x._layout, x._groups)
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("inplace"):
-        return True
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_") and name != "requires_grad_"
-
-
 def _meet(func: Any, operands: list[Any], joined: list[GlobalTensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The layout of the result, and the groups of its dimensions."""
     lead = joined[0]
@@ -133,9 +126,13 @@ def _part(x: torch.Tensor, layout: Any, groups: Any) -> torch.Tensor:
     """The part of an operand that meets the block of the result."""
     x = as_global(x)
     if isinstance(x, GlobalTensor):
-        return x._block if x._layout == layout else block_in(x, layout.shape, layout)
+        if x._layout == layout and x._groups == tuple(groups):
+            return x._block
+        if x.is_separate or not x.joins and layout.spec is None:
+            return block_in(x, layout.shape, layout)
+        x = x.whole()  # beside a whole that is written to
     if not x.ndim:
-        return block_in(x, layout.shape, layout) if layout.spec is not None else x
+        return block_in(x, layout.shape, layout) if layout.spec is not None or needs_grad(x) else x
     if len(groups) != len(layout.shape) or layout.spec is None:
         outer, start = [], 0
         for n in groups:
@@ -188,6 +185,7 @@ HANDLERS |= {torch.Tensor.data.__get__: _detached}  # type: ignore[attr-defined]
 @handles("requires_grad_")
 def _require_grad(func: Any, args: Any, kwargs: Any) -> Any:
     args[0]._block.requires_grad_(*args[1:], **kwargs)
+    follow_block(args[0])
     return args[0]
 
 
@@ -197,6 +195,12 @@ def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 HANDLERS |= {torch.Tensor.grad.__get__: _gradient}  # type: ignore[attr-defined]
+
+
+@handles("contiguous")
+def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return GlobalTensor(func(x._block, *args[1:], **kwargs), x._layout, x._groups)
 
 
 @handles("is_contiguous")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from spmd import functions
 from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
@@ -53,11 +52,24 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     if name in ("all", "any", "count_nonzero"):
         total = added((x._block != 0).sum(over, keepdim))
         return result(total if name == "count_nonzero" else total == count if name == "all" else total > 0, out)
-    if axes and (x._layout.spec is None or any(0 in x._layout.cuts[d] for d in over)):
-        raise unhandled(func, args, kwargs, "entries on every worker, for the largest or smallest of all")
+    if axes and not count:
+        raise IndexError(f"{name}(): Expected reduction dims {over} to have entries")  # as torch does
     largest = "max" in name
-    block = (torch.amax if largest else torch.amin)(x._block, over, keepdim) if over else x._block
+    block = _extremum(x._block, over, keepdim, largest) if over else x._block
     return result((pmax if largest else pmin)(block, axes) if axes else block, out)
+
+
+def _extremum(block: Any, over: Any, keepdim: bool, largest: bool) -> Any:
+    """The largest or smallest entries of a block. Of none: what any other worker's exceed, with the history."""
+    if all(block.shape[d] for d in over):
+        return (torch.amax if largest else torch.amin)(block, over, keepdim)
+    kind = block.dtype
+    none = block.sum(over, keepdim, dtype=kind)
+    if kind is torch.bool:
+        return none if largest else ~none
+    if kind.is_floating_point:
+        return none - math.inf if largest else none + math.inf
+    return none + (torch.iinfo(kind).min if largest else torch.iinfo(kind).max)
 
 
 @handles("allclose equal")
@@ -107,7 +119,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     square = (x - mean).abs().square()
     total = square.sum(over, keepdim) if x._layout.spec is not None else square.sum()
     variance = total * (1 / rest if rest > 0 else math.nan)
-    spread = variance if name.startswith("var") else variance.sqrt()
+    spread = variance if name.startswith("var") else _root(variance)
     return (spread, mean if keepdim or x._layout.spec is None else x.mean(over)) if name.endswith("_mean") else spread
 
 
@@ -128,12 +140,27 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
         return size.amax(over, keepdim)
     if p == 0:
         return (size != 0).to(size.dtype).sum(over, keepdim)
-    return size.sum(over, keepdim) if p == 1 else size.square().sum(over, keepdim).sqrt()
+    return size.sum(over, keepdim) if p == 1 else _root(size.square().sum(over, keepdim))
+
+
+def _root(square: Any) -> Any:
+    """The square root of a norm's square, whose gradient at 0 is 0, as in torch."""
+    zero = square == 0
+    return square.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+@handles("normalize")
+def _normalize(func: Any, args: Any, kwargs: Any) -> Any:
+    x, p, d, eps, out = (argument(args, kwargs, k, name) for k, name in enumerate(("input", "p", "dim", "eps", "out")))
+    if out is not None:
+        raise unhandled(func, args, kwargs, "no out=")
+    size: Any = torch.norm(x, 2.0 if p is None else p, 1 if d is None else d, True)
+    return x / size.clamp_min(1e-12 if eps is None else eps)
 
 
 # Functions along dimensions
 
-_POSITION = {"kthvalue": 2, "topk": 2, "roll": 2, "normalize": 2}
+_POSITION = {"kthvalue": 2, "topk": 2, "roll": 2}
 """Where the dimension stands among the arguments, if not second."""
 _LAST = {"topk", "sort", "argsort", "glu", "kthvalue"}
 """Functions along the last dimension, if none is given."""
@@ -165,7 +192,7 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
 
 @handles(
     "cumsum cumprod cummax cummin logcumsumexp argmax argmin sort argsort topk kthvalue median mode prod "
-    "roll softmin glu normalize logsumexp"
+    "roll softmin glu logsumexp"
 )
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
     """A function along dimensions that are whole."""
@@ -177,8 +204,6 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     over = argument(args, kwargs, _POSITION.get(name, 1), "dim", kwargs.get("dims"))
     if over is None and name in _LAST:
         over = -1
-    if over is None and name == "normalize":
-        over = 1
     if over is None:
         raise unhandled(func, args, kwargs, "a dimension that is whole on each worker")
     over = [normal(d, len(shape)) for d in ([over] if isinstance(over, int) else over)]
@@ -201,12 +226,12 @@ def _with_dims(y: Any, shape: Sequence[int], dims: Sequence[Dim], over: Sequence
 
 def _logsumexp(x: GlobalTensor, dims: Sequence[Dim], over: Any, keepdim: bool) -> Any:
     over = sorted(normal(d, len(dims)) for d in ([over] if isinstance(over, int) else over))
-    axes = _axes(dims, over)
     out = _reduced_layout(x._layout.shape, dims, over, keepdim)
-    if not axes:
+    if not _axes(dims, over):
         return result(torch.logsumexp(x._block, over, keepdim), out)
-    block: Any = functions.logsumexp(x._block, tuple(over), keepdims=keepdim, axis_name=axes)
-    return result(block, out)
+    top = x.detach().amax(over, True)
+    top = top.masked_fill(top.isinf(), 0)
+    return (x - top).exp().sum(over, keepdim).log() + (top if keepdim else top.sum(over))
 
 
 @handles("softmax log_softmax")

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.functorch import current_level, unwrapped_once
 from spmd.errors import LayoutError, describe
 
-__all__ = ["HANDLERS", "call", "functions_named", "handles", "unhandled"]
+__all__ = ["HANDLERS", "call", "functions_named", "handles", "outside_vmap", "unhandled"]
 
 Handler = Callable[[Any, Any, dict[str, Any]], Any]
 
@@ -43,8 +45,29 @@ def handles(names: str) -> Callable[[Handler], Handler]:
     return register
 
 
+def outside_vmap(handler: Handler) -> Handler:
+    """The handler, which raises for tensors of `torch.func.vmap`."""
+
+    def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if current_level() is not None:
+            _refuse_vmap(func, args, kwargs)
+        return handler(func, args, kwargs)
+
+    return run
+
+
+def _refuse_vmap(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    for x in tensors_in(args, kwargs):
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+            if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
+                raise unhandled(func, args, kwargs, "tensors that no torch.func.vmap maps over: net(batch)")
+            x = unwrapped_once(x)
+
+
 def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch, some of whose arguments are global tensors."""
+    if current_level() is not None:
+        _refuse_vmap(func, args, kwargs)
     handler = HANDLERS.get(func)
     if handler is None:
         raise unhandled(func, args, kwargs)

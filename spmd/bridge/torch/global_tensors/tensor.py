@@ -16,18 +16,26 @@ import torch
 
 from spmd.bridge.torch.call_arguments import tensors_in
 from spmd.bridge.torch.global_tensors.registry import call
+from spmd.bridge.torch.global_tensors.sharing import CopiedView, Memory, check_current, note_views, note_write, writes
 from spmd.bridge.torch.layouts import LayoutLike, common_axes, resolve_layout
 from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.tensor import Tensor
-from spmd.bridge.torch.tensor_state import is_partitioned, no_overrides, plain, state_of_tensor
+from spmd.bridge.torch.tensor_state import (
+    GRADIENT_SYNCS,
+    is_partitioned,
+    no_overrides,
+    plain,
+    state_of_tensor,
+    summed_state,
+)
 from spmd.errors import LayoutError, StateError, describe
 from spmd.functions.movement import relaid
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.reduce import psum
 
-__all__ = ["GlobalTensor", "global_tensor", "lifted", "result", "whole_layout"]
+__all__ = ["GlobalTensor", "follow_block", "global_tensor", "lifted", "result", "whole_layout"]
 
 _left_alone = left_alone(
     "spt.GlobalTensor: no tensor of a graph; compile functions of blocks, or without fullgraph=True"
@@ -57,6 +65,8 @@ class GlobalTensor(torch.Tensor):
     """Of the block, over all axes of the mesh. Its dimensions, joined by `_groups`, are those of the tensor."""
     _groups: tuple[int, ...]
     """For each dimension of the tensor, how many of the layout's dimensions it joins."""
+    _memory: Memory | None = None
+    """That which views share."""
 
     @staticmethod
     def __new__(cls, block: torch.Tensor, layout: Layout, groups: Sequence[int] | None = None) -> Any:
@@ -69,7 +79,7 @@ class GlobalTensor(torch.Tensor):
                 device=block.device,
                 requires_grad=block.requires_grad,
             )
-            if block.requires_grad:  # an autograd.Function would take the tensor without the history of its block
+            if block.requires_grad:
                 x.register_hook(_refuse_gradient)
         x._block, x._layout, x._groups = block, layout, groups
         return x
@@ -118,11 +128,13 @@ class GlobalTensor(torch.Tensor):
     def block(self) -> torch.Tensor:
         """This worker's block, with its history. It varies along the axes of the layout."""
         _refuse_joined(self, "x.block()")
+        check_current("block", self)
         return self._block
 
     @_left_alone
     def whole(self) -> torch.Tensor:
         """The whole, on every worker. Collective. Gradient: each worker's part of the cotangent."""
+        check_current("whole", self)
         inner = relaid(self._block, self._layout, whole_layout(self._layout.shape))
         return inner.reshape(_joined(self._layout.shape, self._groups))
 
@@ -144,12 +156,26 @@ class GlobalTensor(torch.Tensor):
     @classmethod
     @_left_alone
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(types) > 1 and Tensor in types:
-            _check_wholes(func, args, kwargs or {})
-        for x in args:
-            if type(x) is GlobalTensor:
-                _check_history(func, x)
-        return call(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if len(types) > 1:
+            if CopiedView in types:
+                return NotImplemented
+            if Tensor in types or GRADIENT_SYNCS:
+                _check_wholes(func, args, kwargs)
+        name, first = func.__name__, args[0] if args else None
+        if name == "__get__":
+            name = func.__self__.__name__  # type: ignore[attr-defined]
+        else:
+            for x in tensors_in(args, kwargs):
+                if type(x) is GlobalTensor:
+                    _check_history(name, x)
+                    check_current(name, x)
+        y = call(func, args, kwargs)
+        target = first if writes(name, kwargs) else kwargs.get("out")
+        if type(target) is GlobalTensor:
+            note_write(target)
+            follow_block(target)
+        return note_views(name, first, y) if type(first) is GlobalTensor else y
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,16 +197,25 @@ def _lost_history(where: str, x: Any) -> LayoutError:
     )
 
 
+def follow_block(x: GlobalTensor) -> None:
+    """Let a tensor require gradients as its block does: an autograd.Function looks at the tensor only, and raises."""
+    with no_overrides():
+        if x.requires_grad != x._block.requires_grad:
+            x.requires_grad_(x._block.requires_grad)
+            if x.requires_grad:
+                x.register_hook(_refuse_gradient)
+
+
 def _refuse_gradient(g: Any) -> None:
     raise _lost_history("the gradient of a global tensor", g)
 
 
-def _check_history(func: Callable, x: GlobalTensor) -> None:
+def _check_history(name: str, x: GlobalTensor) -> None:
     """Raise for what a torch.autograd.Function made: its block has no history."""
     with _disabled():
         foreign = x.grad_fn is not None
     if foreign:
-        raise _lost_history(f"torch's {getattr(func, '__name__', 'a function')}", x)
+        raise _lost_history(f"torch's {name}", x)
 
 
 def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
@@ -188,6 +223,15 @@ def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
     tensors = list(tensors_in(args, kwargs))
     split = frozenset().union(*(x._layout.varying for x in tensors if isinstance(x, GlobalTensor)))
     for x in tensors:
+        synced = sorted(summed_state(x).varying & split)
+        if synced:
+            raise LayoutError.at(
+                f"torch's {getattr(func, '__name__', 'a function')}",
+                got=f"a parameter whose gradients spt.data_parallel sums over {synced[0]!r}, beside a global tensor "
+                "that is split over it, by which they are sums already",
+                need="one of the two",
+                mend=f"spt.parallelize(net, plan, in_specs=P({synced[0]!r})) without spt.data_parallel",
+            )
         clash = sorted(state_of_tensor(x).varying & split)
         if clash:
             # No TypeError: operators of Python would then try the other operand.

@@ -253,6 +253,8 @@ def _regrouped(old: Piece, new: Sequence[int]) -> tuple[list[Dim], list[Piece]] 
     if len(longer) <= 1 and new and (not longer or sum(n != 1 for n in sizes) > 1):
         pieces[longer[0] if longer else 0] = _merged(old)
         return dims, pieces
+    if not longer:  # one entry, or none, whose dimensions go
+        return [WHOLE] * len(old), pieces
     return _divided(old, new, split[0]) if split == [_first_real(old)] else None
 
 

@@ -13,6 +13,14 @@ from spmd.bridge.torch import functions
 from spmd.bridge.torch.compiled import compilable
 from spmd.bridge.torch.dropout import drawn_key
 from spmd.bridge.torch.layouts import LayoutLike
+from spmd.bridge.torch.multihead_keys import (
+    additive,
+    by_heads,
+    mask_of_heads,
+    padding_of_heads,
+    showing_added,
+    with_added_keys,
+)
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.linear import Linear
 from spmd.errors import SpecError, describe
@@ -202,11 +210,9 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             inputs[1] = inputs[0]
         if value is key:
             inputs[2] = inputs[1]
-        if key_padding_mask is not None and not batched:
-            key_padding_mask = key_padding_mask[None]
-        q, k, v = (self._by_heads(x) for x in self._projected(*inputs))
+        q, k, v = (by_heads(x, self.head_dim) for x in self._projected(*inputs))
         k, v, added = self._extended(k, v)
-        terms = self._terms(_padded(key_padding_mask, added), _padded(attn_mask, added))
+        terms = self._terms(showing_added(key_padding_mask, added), showing_added(attn_mask, added))
         y, weights = self._attended(q, k, v, terms, causal, need_weights)
         y = self.out_proj(y.transpose(1, 2).flatten(2))
         if weights is not None and average_attn_weights:
@@ -262,9 +268,6 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         spec = self._ordered(self._given("kv_spec" if k else "spec"))
         return functions.linear(x, weight, bias, spec=spec, w_spec=self._layout_of_parameter(lies))
 
-    def _by_heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim).transpose(1, 2)
-
     def _extended(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Keys and values with the positions that bias_k, bias_v and add_zero_attn add, and their number."""
         added = (self.bias_k is not None) + self.add_zero_attn
@@ -272,23 +275,16 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             got = f"keys whose positions are split over {self._names('kv_spec')[1]}"
             need, mend = "whole sequences for add_bias_kv and add_zero_attn", "kv_spec= that splits the batch alone"
             raise SpecError.at("spt.nn.MultiheadAttention", argument="kv_spec", got=got, need=need, mend=mend)
-        if self.bias_k is not None:
-            k, v = (self._with_bias(a, name) for a, name in ((k, "bias_k"), (v, "bias_v")))
-        if self.add_zero_attn:
-            k, v = (torch.cat([a, torch.zeros_like(a[:, :, :1])], 2) for a in (k, v))
-        return k, v, added
-
-    def _with_bias(self, a: torch.Tensor, name: str) -> torch.Tensor:
-        row = self._by_heads(self.shard(name))
-        return torch.cat([a, row.expand(len(a), *row.shape[1:])], 2)
+        bias_k, bias_v = (
+            None if self.bias_k is None else by_heads(self.shard(n), self.head_dim) for n in ("bias_k", "bias_v")
+        )
+        return with_added_keys(k, v, bias_k, bias_v, self.add_zero_attn)
 
     def _terms(self, padding: Any, attn_mask: Any) -> dict[str, Any]:
         """The masks of torch as those of `attention`: where queries see keys, and numbers that are added."""
         terms: dict[str, Any] = {}
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask.reshape(-1, self.num_heads, *attn_mask.shape[1:])
+        attn_mask, padding = mask_of_heads(attn_mask, self.num_heads), padding_of_heads(padding)
         if padding is not None:
-            padding = padding[:, None, None]
             batch, positions = self._names("kv_spec")
             lies = P(batch or None, None, None, positions or None) if self._is_split else None
             boolean = padding.dtype == torch.bool
@@ -298,8 +294,7 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
         if attn_mask.dtype == torch.bool and "mask" not in terms:
             return terms | {"mask": ~attn_mask}
         if attn_mask.dtype == torch.bool:
-            low = torch.zeros((), dtype=self.out_proj.weight.dtype, device=attn_mask.device) - torch.inf
-            attn_mask = torch.where(attn_mask, low, torch.zeros_like(low))
+            attn_mask = additive(attn_mask, self.out_proj.weight.dtype)
         if "bias" in terms and self._is_split:
             raise SpecError.at(
                 "spt.nn.MultiheadAttention",
@@ -321,10 +316,3 @@ class MultiheadAttention(Layer, nn.MultiheadAttention):
             y, w = functions.attention_with_weights(q, k, v, **terms, causal=causal, dropout=rate, key=key, **specs)
             return y, w if need_weights else None
         return functions.attention(q, k, v, **terms, causal=causal, method=self._specs["method"], **specs), None
-
-
-def _padded(mask: Any, added: int) -> Any:
-    """A mask that hides nothing of further keys."""
-    if mask is None or not added:
-        return mask
-    return torch.cat([mask, mask.new_zeros((*mask.shape[:-1], added))], -1)

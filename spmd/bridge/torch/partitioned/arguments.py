@@ -60,7 +60,8 @@ def refuse_plain_target(func: Any, target: Any, source: PartitionedTensor) -> No
             func,
             f"{describe(source)}, to be written to a tensor of this worker's own",
             "a tensor of one kind: what is written to would not know that it holds a block",
-            "x.copy_(p.whole()), which is collective; or x.copy_(p.block()), where x is a block too",
+            "x.copy_(p.whole()), which is collective; x.copy_(p.block()), where x is a block too; "
+            "module.load_state_dict(spt.state_dict(split))",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.partitioned.placement import layout_of, own_placement, unpacked_shape
@@ -91,3 +92,14 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
         with _disabled():
             parameter.requires_grad_(requires_grad)
         return with_gradient_layout(parameter)
+
+
+_new_parameter: Any = nn.Parameter.__new__
+
+
+def _new_parameter_of(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """nn.Parameter(p) of a `Parameter`, as parametrizations call it: a parameter that lies alike."""
+    return _new_parameter(cls, data.detach() if type(data) is Parameter else data, requires_grad)
+
+
+nn.Parameter.__new__ = staticmethod(_new_parameter_of)  # type: ignore[assignment]

@@ -431,5 +431,5 @@ def with_gradient_layout(x: Any) -> Any:
         if x.requires_grad and x.is_leaf and not x.__dict__.get("_follows"):
             placement, shape = x._placement, tuple(x.shape)
             x._follows = True
-            x.register_hook(lambda g: split_like(g, placement, shape))
+            x.register_hook(lambda g: None if g is None else split_like(g, placement, shape))
     return x

@@ -15,7 +15,7 @@ from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.plans.styles import Style, keep_ties, laid_out
-from spmd.bridge.torch.tensor_state import state_of_tensor
+from spmd.bridge.torch.tensor_state import is_partitioned, state_of_tensor
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.layout import P
 from spmd.mesh import Mesh, here
@@ -70,17 +70,30 @@ def _check(where: str, module: Any, plan: Any) -> None:
         raise LayoutError.at(
             where, argument="module", got=describe(module), need="an nn.Module", mend="spt.parallelize(net, plan)"
         )
+    if isinstance(module, _Parallelized):
+        raise LayoutError.at(
+            where,
+            argument="module",
+            got=f"{type(module).__name__}, which is parallelized already",
+            need="a module that is not",
+            mend="one plan of all styles: {**first, **second}",
+        )
+    if not isinstance(plan, Mapping):
+        need, mend = "a dictionary of patterns and styles", '{"*.up": spt.column("model")}'
+        raise LayoutError.at(where, argument="plan", got=describe(plan), need=need, mend=mend)
     names = [name for name, _ in module.named_modules()]
-    for pattern, style in dict(plan).items():
-        if not isinstance(style, Style):
+    taken: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, Style) or not isinstance(pattern, str):
             raise LayoutError.at(
                 where,
                 argument="plan",
                 got=f"{style!r} for {pattern!r}",
-                need="a style: spt.column, row, heads, vocab, sequence, spatial or whole",
-                mend=f'{pattern!r}: spt.column("model")',
+                need="a style for a pattern: spt.column, row, heads, vocab, sequence, spatial or whole",
+                mend=f'{str(pattern)!r}: spt.column("model")',
             )
-        if not any(_matches(pattern, name) for name in names):
+        found = [name for name in names if _matches(pattern, name)]
+        if not found:
             raise LayoutError.at(
                 where,
                 argument="plan",
@@ -88,6 +101,15 @@ def _check(where: str, module: Any, plan: Any) -> None:
                 need=f"a pattern of names such as {', '.join(map(repr, [n for n in names if n][:6]))}",
                 mend="leave it out; print(module) shows the names",
             )
+        if all(name in taken for name in found):
+            raise LayoutError.at(
+                where,
+                argument="plan",
+                got=f"{pattern!r}, whose modules {taken[found[0]]!r} takes before",
+                need="patterns of which each counts for some module: of several for one, the first does",
+                mend=f"{pattern!r} before {taken[found[0]]!r}",
+            )
+        taken |= dict.fromkeys((name for name in found if name not in taken), pattern)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -174,6 +196,19 @@ class _Parallelized:
             _name_module(error, self)
             raise
         return self._spmd_call.result(y)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        own = super().state_dict()  # type: ignore[misc]
+        for name, value in state_dict.items():
+            if is_partitioned(value) and not is_partitioned(own.get(name)):
+                raise LayoutError.at(
+                    "load_state_dict of a parallelized module",
+                    argument=name,
+                    got=describe(value),
+                    need="the whole, for a parameter that every worker has",
+                    mend="spt.state_dict(module), which gives wholes, in place of module.state_dict()",
+                )
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
 
 def _name_module(error: LayoutError, net: Any) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from spmd.bridge.torch.global_tensors.layers import scattered_linear
 from spmd.bridge.torch.global_tensors.meeting import Dim, as_global, dims_of, layout_of_dims
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, global_tensor, result
 from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.tensor_state import is_partitioned
-from spmd.errors import LayoutError, describe
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.movement import relaid
 from spmd.layout import Layout, P
 from spmd.mesh import here
@@ -69,7 +70,7 @@ def column(axis_name: AxisName, *, parts: int = 1) -> Style:
     of the cotangent of x. parts: how many arrays of features one layer makes, as queries, keys and values: each is
     split. Megatron's first layer of a pair (Shoeybi et al., 2019).
     """
-    names = _names(axis_name)
+    names = _names(axis_name, "column")
 
     def apply(module: Any, name: str) -> None:
         if isinstance(module, _TRANSPOSED):
@@ -104,7 +105,7 @@ def row(axis_name: AxisName, *, sequence: int | None = None) -> Style:
     whole. sequence: a dimension of the result, such as 1, over which the sum is scattered (`spt.sequence`), for
     nn.Linear. Megatron's second layer of a pair.
     """
-    names = _names(axis_name)
+    names = _names(axis_name, "row")
 
     def apply(module: Any, name: str) -> None:
         split_parameter(module, "weight", P(names) if isinstance(module, _TRANSPOSED) else P(None, names))
@@ -121,7 +122,7 @@ def vocab(axis_name: AxisName) -> Style:
 
     One sum over the workers forward (of an embedding).
     """
-    names = _names(axis_name)
+    names = _names(axis_name, "vocab")
 
     def apply(module: Any, name: str) -> None:
         split_parameter(module, "weight", P(names))
@@ -146,7 +147,7 @@ def heads(
     the layers ("c_attn", or ["q", "k", "v"]), out the last one, count the heads and kv_count those of keys and values.
     Heads need not divide the workers. One sum over the workers forward, one backward.
     """
-    names = _names(axis_name)
+    names = _names(axis_name, "heads")
 
     def apply(module: Any, name: str) -> None:
         if isinstance(module, nn.MultiheadAttention):
@@ -163,8 +164,9 @@ def sequence(axis_name: AxisName, dim: int = 1) -> Style:
     dim: of (sample, position, feature). Between a `column` layer behind it and a `row(..., sequence=dim)` layer the
     positions are whole (Korthikanti et al., 2022).
     """
-    names = _names(axis_name)
-    return Style(f"spt.sequence({axis_name!r}, {dim})", lambda module, name: _lay_out_inputs(module, {dim: names}))
+    names = _names(axis_name, "sequence")
+    text = f"spt.sequence({axis_name!r}, {dim})"
+    return Style(text, lambda module, name: _lay_out_inputs(text, module, name, {dim: names}))
 
 
 def spatial(spec: P) -> Style:
@@ -172,8 +174,11 @@ def spatial(spec: P) -> Style:
 
     What follows stays split until it is laid out otherwise: convolutions, pooling and norms fetch what they need.
     """
-    dims = dict(enumerate(spec.dims))
-    return Style(f"spt.spatial({spec})", lambda module, name: _lay_out_inputs(module, dims, spec))
+    if not isinstance(spec, P):
+        need, mend = "a spec of the inputs", 'spt.spatial(P(None, None, "rows"))'
+        raise SpecError.at("spt.spatial", argument="spec", got=describe(spec), need=need, mend=mend)
+    dims, text = dict(enumerate(spec.dims)), f"spt.spatial({spec})"
+    return Style(text, lambda module, name: _lay_out_inputs(text, module, name, dims, spec))
 
 
 def whole() -> Style:
@@ -185,8 +190,17 @@ def whole() -> Style:
     return Style("spt.whole()", apply)
 
 
-def _names(axis_name: AxisName) -> tuple[str, ...]:
-    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+def _names(axis_name: AxisName, style: str) -> tuple[str, ...]:
+    names: Any = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(n, str) for n in names):
+        raise SpecError.at(
+            f"spt.{style}",
+            argument="axis_name",
+            got=describe(axis_name),
+            need="the name of an axis of the mesh, or several",
+            mend=f'spt.{style}("model")',
+        )
+    return tuple(names)
 
 
 # Parameters
@@ -199,6 +213,8 @@ def split_parameter(module: nn.Module, name: str, spec: P | Layout, unpacked: Se
     """
     own: Any = module._parameters.get(name)
     if own is None:
+        if is_parametrized(module, name):
+            raise _parametrized(name, module)
         return
     if is_partitioned(own):
         raise _split_twice(name, module, spec)
@@ -218,6 +234,16 @@ def keep_ties(net: nn.Module) -> None:
             made, _ = vars(own).get("_spmd_split", (None, None)) if own is not None else (None, None)
             if made is not None:
                 module._parameters[name] = made
+
+
+def _parametrized(name: str, module: nn.Module) -> LayoutError:
+    return LayoutError.at(
+        "spt.parallelize",
+        argument="plan",
+        got=f"a style that splits {name!r} of {type(module).__name__}, which a parametrization computes",
+        need="a parameter",
+        mend="spt.whole() for this module; weight_norm can be applied to the module that spt.parallelize returns",
+    )
 
 
 def _split_twice(name: str, module: nn.Module, spec: Any) -> LayoutError:
@@ -317,8 +343,9 @@ def laid_out(x: Any, dims: dict[int, tuple[str, ...]], spec: P | None = None) ->
     spec: the layout of all dimensions, in place of that. A tensor that lies so stays as it is, whatever its blocks.
     """
     x = as_global(x)
-    if not isinstance(x, torch.Tensor) or x.ndim <= max(dims, default=-1):
+    if not isinstance(x, torch.Tensor) or not all(-x.ndim <= d < x.ndim for d in dims):
         return x
+    dims = {d % x.ndim: names for d, names in dims.items()}
     if not isinstance(x, GlobalTensor):
         return global_tensor(x, spec or P(*(dims.get(d) or None for d in range(x.ndim))))
     taken = {n for names in dims.values() for n in names}
@@ -331,8 +358,21 @@ def laid_out(x: Any, dims: dict[int, tuple[str, ...]], spec: P | None = None) ->
     return x if target == x._layout else result(relaid(x._block, x._layout, target), target, x._groups)
 
 
-def _lay_out_inputs(module: nn.Module, dims: dict[int, tuple[str, ...]], spec: P | None = None) -> None:
+def _lay_out_inputs(
+    text: str, module: nn.Module, name: str, dims: dict[int, tuple[str, ...]], spec: P | None = None
+) -> None:
+    here(text).mesh.names(tuple(n for names in dims.values() for n in names), text)
+    most = max((d + 1 if d >= 0 else -d for d in dims), default=0)
+
     def before(_: nn.Module, args: Any) -> Any:
+        data = [x for x in args if _is_data(x)]
+        if data and all(x.ndim < most for x in data):
+            raise LayoutError.at(
+                text,
+                got=f"{name!r} with inputs of shapes {', '.join(str(list(x.shape)) for x in data)}",
+                need=f"an input of {most} dimensions or more",
+                mend="a style for these dimensions, or for another module",
+            )
         return tuple(laid_out(x, dims, spec) if _is_data(x) else x for x in args)
 
     module.register_forward_pre_hook(before)

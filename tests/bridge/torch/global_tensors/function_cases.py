@@ -331,6 +331,8 @@ ROWS: list[tuple[str, Callable[..., Any], str]] = [
     ("rms_norm", lambda f, x, w: f(x, (x.shape[-1],), w), "anb b"),
     ("group_norm", lambda f, x, w, b: f(x, 2, w, b), "a4n 4 4"),
     ("instance_norm", lambda f, x, w, b: _normed(f, x, w, b, True, 0.1, 1e-5), "abn4 b b"),
+    ("_weight_norm", lambda f, v, g: f(v, g, 0), "+abc +a11"),
+    ("_weight_norm", lambda f, v, g: f(v, g, 1), "+ab +1b"),
     # losses
     ("mse_loss l1_loss smooth_l1_loss huber_loss", _two, "ab ab"),
     ("mse_loss l1_loss smooth_l1_loss huber_loss", lambda f, x, y: f(x, y, reduction="none"), "ab ab"),

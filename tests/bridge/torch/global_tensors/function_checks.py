@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -18,12 +19,17 @@ from spmd.mesh import here
 MESHES = [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 1, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 4}, {"a": 1}]
 
 
+USUAL = ("global", "whole", "parameter")
+UNUSUAL = ("grid", "unpacked", "whole")
+"""Kinds of operands: on a grid of workers, and parameters of which one dimension is several in one."""
+
+
 class Operand(NamedTuple):
     """A whole, how it is held, and the part of it that is used, so that cuts are uneven."""
 
     whole: torch.Tensor
     kind: str
-    spec: P
+    spec: P | spmd.Grid
     part: tuple[slice, ...]
 
 
@@ -37,7 +43,13 @@ class Trial(NamedTuple):
 
 
 def trial(
-    name: str, f: Any, call: Callable[..., Any], letters: Sequence[str], axes: dict[str, int], seed: int
+    name: str,
+    f: Any,
+    call: Callable[..., Any],
+    letters: Sequence[str],
+    axes: dict[str, int],
+    seed: int,
+    kinds: Sequence[str] = USUAL,
 ) -> Trial:
     """A call on operands of random lengths, layouts and entries."""
     key = zlib.crc32(repr((name, tuple(letters), seed)).encode())
@@ -48,8 +60,11 @@ def trial(
     for k, term in enumerate(letters):
         sign = term[0] if term[0] in "+i" or _signs(term, name) else ""
         shape = [int(c) if c.isdigit() else sizes.setdefault(c, draw.randint(2, 6)) for c in term[len(sign) :]]
-        kind = "global" if k == lead else draw.choice(["global", "whole", "parameter"])
-        kind = "whole" if kind == "parameter" and sign in ("i", "b", "c") else kind
+        kind = kinds[0] if k == lead else draw.choice(kinds)
+        if kinds is UNUSUAL and k == lead and not sign and shape and shape[0] % 2 == 0 and draw.random() < 0.5:
+            kind = "unpacked"
+        if kind == "unpacked" and (not shape or shape[0] % 2) or kind != kinds[0] and sign in ("i", "b", "c"):
+            kind = "whole"
         operands.append(_operand(sign, shape, kind, axes, draw, generator))
     return Trial(f, call, tuple(operands), f"{name} {' '.join(letters)} seed {seed}")
 
@@ -66,12 +81,25 @@ def _operand(sign: str, shape: list[int], kind: str, axes: Any, draw: Any, gener
     part = tuple(slice(b, b + n) for b, n in zip(before, shape, strict=True))
     names = list(axes)
     draw.shuffle(names)
+    if kind == "grid":
+        return Operand(whole, kind, _grid(len(shape), math.prod(axes.values()), draw), part)
+    if kind == "unpacked":
+        return Operand(whole, kind, P(None, tuple(names)), part)
     entries: list[Any] = [None] * len(shape)
     for axis in names:
         if shape and draw.random() < 0.8:
             d = draw.randrange(len(shape))
             entries[d] = (*(entries[d] or ()), axis)
     return Operand(whole, kind, P(*entries), part)
+
+
+def _grid(ndim: int, size: int, draw: Any) -> spmd.Grid:
+    """A grid of some of the workers, in any order."""
+    dims: list[int] = []
+    for _ in range(ndim):
+        dims.append(draw.randint(1, max(1, size // math.prod(dims))))
+    draw.shuffle(dims)
+    return spmd.Grid(tuple(dims), workers=tuple(draw.sample(range(size), math.prod(dims))))
 
 
 def _entries(sign: str, shape: list[int], generator: Any) -> torch.Tensor:
@@ -100,11 +128,13 @@ def _outcome(t: Trial, split: bool) -> Any:
         floats = x.is_floating_point() or x.is_complex()
         if split and o.kind == "parameter":
             x = spt.Parameter(x, o.spec)
+        elif split and o.kind == "unpacked":
+            x = spt.Parameter(x, o.spec, unpacked=(2, x.shape[0] // 2, *x.shape[1:]))
         elif floats:
             x.requires_grad_()
         leaves.append(x)
-        laid = spt.put(x, o.spec) if split and o.kind == "global" else x
-        given.append(laid[o.part] if o.kind == "global" else x)
+        laid = spt.put(x, o.spec) if split and o.kind in ("global", "grid") and x.ndim else x
+        given.append(laid[o.part] if o.kind == "global" else laid)
     y = t.call(t.f, *given)
     wholes = [_whole(p) for p in (y if isinstance(y, tuple | list) else (y,))]
     tracked = [p for p in wholes if isinstance(p, torch.Tensor) and p.requires_grad and p.dtype != torch.bool]

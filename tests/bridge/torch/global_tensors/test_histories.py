@@ -64,6 +64,21 @@ def test_what_would_lose_the_history_raises(name, check):
     spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=check)()
 
 
+@CHECK
+@pytest.mark.parametrize("how", ["requires_grad_", "a write"])
+def test_so_does_what_is_differentiated_later(how, check):
+    def main():
+        x = spt.put(whole(6, 4), P("x"))
+        if how == "a write":
+            x.mul_(nn.Parameter(torch.ones(4, dtype=F64)))
+        else:
+            x.requires_grad_()
+        with pytest.raises(LayoutError, match="from_block of its result"):
+            LOST["a function"](x)
+
+    spt.map(main, (), None, mesh=spmd.Mesh(x=2), check=check)()
+
+
 # A differentiated tensor that all workers have, beside a parameter of which each has a block. y: (6, 5).
 BESIDE = {
     "mul": lambda y, q, r: (y * q).sin().sum(),

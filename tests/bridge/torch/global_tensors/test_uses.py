@@ -107,6 +107,55 @@ def test_forms_of_calls(use):
     assert torch.allclose(got, use(X), atol=1e-12)
 
 
+PACKED = torch.arange(12.0, dtype=torch.float64).reshape(6, 2)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, p: x @ torch.ones(6, 2, dtype=torch.float64) + p[:1].sum(),
+        lambda x, p: F.linear(x, torch.ones(6, 6, dtype=torch.float64), p.sum(1)),
+        lambda x, p: F.huber_loss(torch.ones(6, 2, dtype=torch.float64), p, reduction="none"),
+        lambda x, p: F.embedding(x.long() % 6, p),
+        lambda x, p: torch.zeros(6, 2, dtype=torch.float64).add_(p),
+        lambda x, p: torch.norm(p, 0),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_unpacked_parameters_are_right_or_refused(use, size):
+    def main():
+        p = spt.Parameter(PACKED, P(None, "a"), unpacked=(2, 3, 2))
+        try:
+            y = use(put(), p)
+        except LayoutError:
+            return use(X, PACKED)
+        y.sum().backward()
+        return y.whole() if isinstance(y, spt.GlobalTensor) else y
+
+    assert torch.allclose(run(main, a=size), use(X, PACKED))
+
+
+def test_operands_of_tensors_on_a_grid():
+    """They are brought to the grid, and their gradients are those of the whole."""
+    b, c = (torch.ones(n, dtype=torch.float64) for n in ((6,), ()))
+
+    def main():
+        leaves = [X.clone(), b.clone(), c.clone(), X.clone()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        x, bias, scale, y = leaves
+        grid = spt.put(x, spmd.Grid((1, 2), workers=[2, 0]))
+        (grid * bias * scale + y).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    for check in (True, False):
+        g, g_bias, g_scale, g_y = run(main, check)
+        assert torch.equal(g, 4 * X)
+        assert torch.equal(g_y, 4 * X)
+        assert torch.equal(g_bias, (4 * X * X).sum(0))
+        assert torch.equal(g_scale, (4 * X * X).sum())
+
+
 @pytest.mark.parametrize(
     ("use", "word"),
     [
