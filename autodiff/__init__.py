@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from spmd.autodiff import dispatch, namespace, rules, tree  # noqa: F401  (they give Array its protocols)
 from spmd.autodiff.checkpoint import checkpoint
 from spmd.autodiff.dtypes import float0
+from spmd.autodiff.forward import jvp, linear_transpose, linearize
 from spmd.autodiff.indexing import at
 from spmd.autodiff.tracer import Array
-from spmd.autodiff.transforms import grad, jvp, linear_transpose, linearize, stop_gradient, value_and_grad, vjp
+from spmd.autodiff.transforms import grad, stop_gradient, value_and_grad, vjp
 from spmd.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:

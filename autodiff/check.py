@@ -9,9 +9,10 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import float0, spacing
+from spmd.autodiff.forward import jvp
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transform_arguments import kind_of, name_of, zeros_like
-from spmd.autodiff.transforms import jvp, vjp
+from spmd.autodiff.transforms import vjp
 from spmd.errors import DifferentiationError, describe, message
 from spmd.tracebacks import api_boundary
 

@@ -15,6 +15,7 @@ import numpy as np
 from spmd.autodiff import devices, tree
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
+from spmd.autodiff.signatures import Parameters, Result
 from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
 from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tape import ACTIVE, Node, Place, Tape, recording, redirected
@@ -29,13 +30,13 @@ __all__ = ["FirstRun", "Replay", "checkpoint", "closure_nodes", "place_of", "rec
 
 @api_boundary
 def checkpoint(
-    fun: Callable,
+    fun: Callable[Parameters, Result],
     *,
     prevent_cse: bool = True,
     policy: None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
-) -> Callable:
+) -> Callable[Parameters, Result]:
     """`fun`, whose intermediate values are not kept but computed again in the backward sweep, as jax.checkpoint.
 
     The tape keeps the inputs: the arguments, and traced arrays that `fun` closes over. A chain of n steps in √n
@@ -78,7 +79,7 @@ def checkpoint(
             arguments = list(template)
             for i, a in zip(traced_positions, traced_args, strict=True):
                 arguments[i] = a
-            return fun(*arguments, **more, **static_kwargs)
+            return fun(*arguments, **more, **static_kwargs)  # type: ignore[call-arg]
 
         return recomputed(call, leaves, tapes, _where(fun))
 

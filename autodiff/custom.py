@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
 
 import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.dtypes import float0
+from spmd.autodiff.signatures import Parameters, Result
 from spmd.autodiff.tape import Tape, refusing
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import (
@@ -30,20 +31,33 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["custom_jvp", "custom_vjp"]
 
+Rule = TypeVar("Rule", bound=Callable[..., Any])
 
-class _Custom:
+
+class _Custom(Generic[Parameters, Result]):
     """A function and the arguments of it that are not differentiated: what custom_vjp and custom_jvp share."""
 
     @api_boundary
-    def __init__(self, fun: Callable, nondiff_argnums: int | Sequence[int] = (), nondiff_argnames=()):
-        self.fun = fun
+    def __init__(
+        self,
+        fun: Callable[Parameters, Result],
+        nondiff_argnums: int | Sequence[int] = (),
+        nondiff_argnames: str | Sequence[str] = (),
+    ):
+        self.fun: Callable[..., Any] = fun
         self.where = f"{type(self).__name__} {name_of(fun)}"
         self.parameters = _parameters(fun)
         self.nondiff_argnums = nondiff_argnums
         self.nondiff_argnames = (nondiff_argnames,) if isinstance(nondiff_argnames, str) else tuple(nondiff_argnames)
         functools.update_wrapper(self, fun)  # type: ignore[arg-type]
 
-    def __get__(self, instance, owner=None):
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Callable[..., Result]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
 
     def _resolved(self, args: tuple, kwargs: dict) -> tuple[Any, ...]:
@@ -63,14 +77,14 @@ class _Custom:
         return bound.args
 
     @api_boundary
-    def __call__(self, *args, **kwargs):
-        args = self._resolved(args, kwargs)
-        fixed = self._fixed(args)
-        chosen = [i for i in range(len(args)) if i not in fixed]
-        leaves, treedef = tree.flatten(tuple(args[i] for i in chosen))
-        run, back = self._ruled(args, chosen, [args[i] for i in sorted(fixed)], treedef)
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        given = self._resolved(args, kwargs)
+        fixed = self._fixed(given)
+        chosen = [i for i in range(len(given)) if i not in fixed]
+        leaves, treedef = tree.flatten(tuple(given[i] for i in chosen))
+        run, back = self._ruled(given, chosen, [given[i] for i in sorted(fixed)], treedef)
         tape = innermost(leaves)
-        return self.fun(*args) if tape is None else _with_pullback(tape, leaves, run, back, self.where)
+        return self.fun(*given) if tape is None else _with_pullback(tape, leaves, run, back, self.where)
 
     def _ruled(self, args: tuple, chosen: list[int], first: list, treedef) -> tuple[Callable, Callable]:
         """What runs forward on the chosen arguments' leaves, giving result and residuals, and what goes back."""
@@ -121,7 +135,7 @@ def _parameters(fun: Callable) -> list[inspect.Parameter] | None:
         return None
 
 
-class custom_vjp(_Custom):
+class custom_vjp(_Custom[Parameters, Result]):
     """A function with its own derivative: `f.defvjp(fwd, bwd)`, as in JAX.
 
     fwd(*args) -> (result, residuals); bwd(*nondiff_args, residuals, cotangent) -> a tuple of cotangents, one per
@@ -131,11 +145,17 @@ class custom_vjp(_Custom):
     of them. Forward mode works too: it transposes bwd.
     """
 
-    fwd: Callable | None = None
-    bwd: Callable | None = None
+    fwd: Callable[..., Any] | None = None
+    bwd: Callable[..., Any] | None = None
 
     @api_boundary
-    def defvjp(self, fwd: Callable, bwd: Callable, symbolic_zeros: bool = False, optimize_remat: bool = False) -> None:
+    def defvjp(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        symbolic_zeros: bool = False,
+        optimize_remat: bool = False,
+    ) -> None:
         """Set the rule. `optimize_remat` is for compilers: it changes nothing here."""
         if symbolic_zeros:
             raise self._no_symbols()
@@ -161,7 +181,7 @@ class custom_vjp(_Custom):
         return run, back
 
 
-class custom_jvp(_Custom):
+class custom_jvp(_Custom[Parameters, Result]):
     """A function with its own derivative, given as its push-forward: `@f.defjvp`, as in JAX.
 
     rule(*nondiff_args, primals, tangents) -> (result, tangent of the result), linear in the tangents; reverse mode
@@ -169,17 +189,17 @@ class custom_jvp(_Custom):
     argument without derivative. Arguments and closures are as for custom_vjp.
     """
 
-    rule: Callable | None = None
+    rule: Callable[..., Any] | None = None
 
     @api_boundary
-    def defjvp(self, jvp: Callable, symbolic_zeros: bool = False) -> Callable:
+    def defjvp(self, jvp: Rule, symbolic_zeros: bool = False) -> Rule:
         """Set the rule, and give it back: usable as a decorator."""
         if symbolic_zeros:
             raise self._no_symbols()
         self.rule = jvp
         return jvp
 
-    def defjvps(self, *jvps: Callable | None) -> None:
+    def defjvps(self, *jvps: Callable[..., Any] | None) -> None:
         """Set the rule as a sum over the arguments."""
 
         def rule(primals, tangents):

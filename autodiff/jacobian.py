@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, TypeVar, overload
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.cotangent_matching import check_sequences, match_tangents, varying_over
 from spmd.autodiff.dtypes import float0
+from spmd.autodiff.forward import linearize
+from spmd.autodiff.signatures import Parameters
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
 from spmd.autodiff.transform_arguments import is_one, kind_of, name_of, positions, zeros_like
-from spmd.autodiff.transforms import check_result, grad, linearize, vjp
+from spmd.autodiff.transforms import check_result, grad, vjp
 from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
 __all__ = ["hessian", "hvp", "jacfwd", "jacrev"]
 
+Differentiated = TypeVar("Differentiated", bound=AnyArray)
+
 
 @api_boundary
+@overload
 def jacrev(
-    fun: Callable,
+    fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[Concatenate[Differentiated, Parameters], Differentiated]: ...
+
+
+@overload
+def jacrev(
+    fun: Callable[Parameters, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = ...,
+    allow_int: bool = ...,
+) -> Callable[Parameters, Any]: ...
+
+
+def jacrev(
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """The Jacobian of `fun` by reverse mode: one sweep per entry of the result.
 
     It has the tree of the result, at each leaf of that the tree of the argument (a tuple of them where argnums is a
@@ -63,9 +88,27 @@ def jacrev(
 
 
 @api_boundary
+@overload
 def jacfwd(
-    fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
-) -> Callable:
+    fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    holomorphic: bool = ...,
+) -> Callable[Concatenate[Differentiated, Parameters], Differentiated]: ...
+
+
+@overload
+def jacfwd(
+    fun: Callable[Parameters, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = ...,
+) -> Callable[Parameters, Any]: ...
+
+
+def jacfwd(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable[..., Any]:
     """The Jacobian of `fun` by forward mode: one push-forward per entry of the argument. Structured as by `jacrev`.
 
     holomorphic: for a holomorphic function, of complex arguments and with complex results. Without it arguments are
@@ -78,7 +121,7 @@ def jacfwd(
         part, chosen = _chosen(fun, argnums, args, kwargs, where)
         _check_arguments(where, chosen, holomorphic, real=True)
         out, push, *aux = linearize(part, *chosen, has_aux=has_aux)
-        _one_by_one(where, chosen, out, push.tape)
+        _one_by_one(where, chosen, out, push.tape)  # type: ignore[attr-defined]
         outs, out_tree = tree.flatten(out)
         if holomorphic:
             for o in outs:
@@ -97,15 +140,33 @@ def jacfwd(
 
 
 @api_boundary
+@overload
 def hessian(
-    fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
-) -> Callable:
+    fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    holomorphic: bool = ...,
+) -> Callable[Concatenate[Differentiated, Parameters], Differentiated]: ...
+
+
+@overload
+def hessian(
+    fun: Callable[Parameters, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = ...,
+) -> Callable[Parameters, Any]: ...
+
+
+def hessian(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
+) -> Callable[..., Any]:
     """The second derivatives of `fun`, as the Jacobian of the Jacobian: (*result, *argument, *argument) per leaf."""
     return jacrev(jacrev(fun, argnums, has_aux, holomorphic), argnums, has_aux, holomorphic)
 
 
 @api_boundary
-def hvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+def hvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
     """The Hessian of a real scalar function at `primals` applied to `tangents`, without forming it: a tuple.
 
     The Hessian is symmetric, so that this is one gradient and one pullback of it.

@@ -19,6 +19,7 @@ import numpy as np
 from spmd.autodiff import devices, tree
 from spmd.autodiff.admission import ADMITTED
 from spmd.autodiff.staging.recorder import Number, Slot, slot_of
+from spmd.autodiff.static_array import StaticArray
 from spmd.errors import (
     MissingMethodError,
     StateError,
@@ -200,7 +201,7 @@ _OF_UNKNOWN = (
 """The mend where it is not known what asks for bare data."""
 
 
-class Array(metaclass=Shown):
+class Array(StaticArray, metaclass=Shown):
     """An array whose operations are tracked: its state always, its derivative where a tape is given.
 
     It is immutable and behaves as the NumPy array it holds; `x.at[i].set(v)` gives a changed copy.
@@ -222,7 +223,7 @@ class Array(metaclass=Shown):
         return () if type(self.value) in _NUMBERS else self.value.shape
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> np.dtype[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         value = self.value
         return np.asarray(slot_of(value)).dtype if type(value) in _NUMBERS else value.dtype
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from sys import getrefcount
-from typing import Any
+from typing import Any, Concatenate, Literal, Unpack, overload
 
 import numpy as np
 
 from spmd.autodiff import tracer, tree
 from spmd.autodiff.apply import part, record, weak
 from spmd.autodiff.backward import is_sole_owner, sweep
-from spmd.autodiff.cotangent_matching import check_sequences, match_cotangents, match_tangents
+from spmd.autodiff.cotangent_matching import match_cotangents
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.primitive import Primitive
+from spmd.autodiff.signatures import Aux, First, Options, Parameters, Primals, Result, Second, Third
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tape import Bundle, Node, Tape, recording
 from spmd.autodiff.tracer import Array, value_of
@@ -33,7 +34,6 @@ from spmd.autodiff.transform_arguments import (
     lift_all,
     lower,
     name_of,
-    not_floating,
     on,
     one_like,
     parameter,
@@ -45,7 +45,7 @@ from spmd.autodiff.transform_arguments import (
 from spmd.errors import DifferentiationError, describe
 from spmd.tracebacks import api_boundary, boundary_like
 
-__all__ = ["float0", "grad", "jvp", "linear_transpose", "linearize", "stop_gradient", "value_and_grad", "vjp"]
+__all__ = ["float0", "grad", "stop_gradient", "value_and_grad", "vjp"]
 ONE.flags.writeable = False
 
 
@@ -94,14 +94,70 @@ def _result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
 # Reverse mode
 
 
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[First, Parameters], Result],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Parameters], tuple[Result, First]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[First, Second, Parameters], Result],
+    argnums: tuple[Literal[0], Literal[1]],
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Second, Parameters], tuple[Result, tuple[First, Second]]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[First, Second, Third, Parameters], Result],
+    argnums: tuple[Literal[0], Literal[1], Literal[2]],
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Second, Third, Parameters], tuple[Result, tuple[First, Second, Third]]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Concatenate[First, Parameters], tuple[Result, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Parameters], tuple[tuple[Result, Aux], First]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Parameters, tuple[Result, Aux]],
+    argnums: int | Sequence[int],
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Callable[Parameters, tuple[tuple[Result, Aux], Any]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[Parameters, Result],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[Options],
+) -> Callable[Parameters, tuple[Result, Any]]: ...
+
+
 @api_boundary
 def value_and_grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., Any]:
     """A function that returns `fun`'s value and the gradient of that scalar with respect to its arguments.
 
     fun: returns a real scalar (with has_aux: a pair of it and anything else).
@@ -118,7 +174,7 @@ def value_and_grad(
 
 def _value_and_gradient(
     fun: Callable, argnums: int | Sequence[int], has_aux: bool, holomorphic: bool, allow_int: bool
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., Any]:
     if not callable(fun):
         raise DifferentiationError.at(
             "grad",
@@ -194,14 +250,70 @@ def check_result(out: Any, where: str, holomorphic: bool) -> None:
     raise DifferentiationError.at(where, argument="result", got=describe(out), need=need, mend=mend)
 
 
+@overload
+def grad(
+    fun: Callable[Concatenate[First, Parameters], Result],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Parameters], First]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Concatenate[First, Second, Parameters], Result],
+    argnums: tuple[Literal[0], Literal[1]],
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Second, Parameters], tuple[First, Second]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Concatenate[First, Second, Third, Parameters], Result],
+    argnums: tuple[Literal[0], Literal[1], Literal[2]],
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Second, Third, Parameters], tuple[First, Second, Third]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Concatenate[First, Parameters], tuple[Result, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Callable[Concatenate[First, Parameters], tuple[First, Aux]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Parameters, tuple[Result, Aux]],
+    argnums: int | Sequence[int],
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Callable[Parameters, tuple[Any, Aux]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[Parameters, Result],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Unpack[Options],
+) -> Callable[Parameters, Any]: ...
+
+
 @api_boundary
 def grad(
-    fun: Callable,
+    fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """A function that returns the gradient of `fun`; see `value_and_grad`. With has_aux: (gradient, aux)."""
     both = _value_and_gradient(fun, argnums, has_aux, holomorphic, allow_int)
 
@@ -213,8 +325,24 @@ def grad(
     return wrapped
 
 
+@overload
+def vjp(
+    fun: Callable[[Unpack[Primals]], Result], *primals: *Primals, has_aux: Literal[False] = False
+) -> tuple[Result, Callable[[Any], tuple[*Primals]]]: ...
+
+
+@overload
+def vjp(
+    fun: Callable[[Unpack[Primals]], tuple[Result, Aux]], *primals: *Primals, has_aux: Literal[True]
+) -> tuple[Result, Callable[[Any], tuple[*Primals]], Aux]: ...
+
+
+@overload
+def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]: ...
+
+
 @api_boundary
-def vjp(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
+def vjp(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """`fun(*primals)` and its pullback: the transpose of the derivative there.
 
     The pullback takes a cotangent of the result's structure, shapes and dtypes (Python numbers adapt), and returns a
@@ -251,64 +379,7 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
     return (value, pullback, aux) if has_aux else (value, pullback)
 
 
-# Forward mode
-
-
-@api_boundary
-def jvp(fun: Callable, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
-    """`fun(*primals)` and its directional derivative along `tangents`, as a pair; with has_aux the aux as the third.
-
-    primals, tangents: tuples or lists of the same structure, shapes and dtypes (Python numbers adapt); the tangent of
-    an integer is zeros of dtype float0.
-    """
-    check_sequences("jvp", fun, primals, tangents)
-    out, push, *aux = linearize(fun, *primals, has_aux=has_aux)
-    return out, push(*tangents), *aux
-
-
-@api_boundary
-def linearize(fun: Callable, *primals, has_aux: bool = False) -> tuple[Any, ...]:
-    """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times.
-
-    With has_aux, `fun` returns (result, aux) and linearize (result, push-forward, aux).
-    """
-    where = f"jvp of {name_of(fun)}"
-    out, pull, *aux = vjp(fun, *primals, has_aux=has_aux)
-    zeros = tree.map(lambda o: stated(zeros_like(o), getattr(o, "state", None)), out)
-    cotangents, pullpull = vjp(pull, zeros)
-    likes, treedef = tree.flatten(primals)  # type: ignore[arg-type]
-    dtypes = [c.dtype for c in tree.leaves(cotangents)]  # of a Python number that of what it met
-
-    @api_boundary
-    def push(*tangents):
-        matched = match_tangents(where, likes, treedef, tangents)
-        cast = [t if t.dtype == dtype else t.astype(dtype) for t, dtype in zip(matched, dtypes, strict=True)]
-        return pullpull(tree.unflatten(treedef, cast))[0]
-
-    push.tape = pull.tape  # type: ignore[attr-defined]
-    return out, push, *aux
-
-
-@api_boundary
-def linear_transpose(fun: Callable, *primals) -> Callable:
-    """The transpose of a linear function: a function from the cotangent of its result to a tuple, one per argument.
-
-    primals: pytrees of arrays, or of anything with a shape and a dtype; their values do not matter. Of a function
-    that is not linear it is the transpose of the derivative at zero.
-    """
-
-    def zeros(x):
-        data = value_of(x)
-        if kind_of(data) not in ("f", "c"):
-            where = f"linear_transpose of {name_of(fun)}"
-            raise not_floating(x, where, lambda: "primals", "and its cotangents too")
-        array = type(data) in NUMBERS or hasattr(data, "__array_function__")
-        return stated(np.zeros_like(data) if array else np.zeros(data.shape, data.dtype), getattr(x, "state", None))
-
-    return vjp(fun, *tree.map(zeros, primals))[1]
-
-
-def stop_gradient(x):
+def stop_gradient(x: Result) -> Result:
     """x (a pytree of arrays) without its derivative: the same values and states, constant from here on."""
 
     def stop(leaf):

@@ -17,6 +17,7 @@ from spmd.autodiff.primitive import Method, name_of
 from spmd.autodiff.staging.function_tables import NO_NUMBER
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.staging.together import RECORDING, check_values, is_over
+from spmd.autodiff.static_array import StaticArray
 from spmd.autodiff.tracer import Array, missing, value_of
 from spmd.device import contiguous, to_host
 from spmd.errors import ClosureError, LayoutError, MissingMethodError, describe
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-class PartitionedArray(Summarised):
+class PartitionedArray(Summarised, StaticArray):
     """A global array of which each worker of a mesh holds a block. Immutable.
 
     shape, dtype: of the whole array. layout: which box each worker holds. mesh: whose workers. blocks: the blocks of
@@ -340,12 +341,7 @@ class PartitionedArray(Summarised):
 
     @api_boundary
     def __setitem__(self, index, value):
-        raise LayoutError.at(
-            "x[i] = v",
-            got=describe(self),
-            need="arrays are immutable",
-            mend="x = x.at[i].set(v)",
-        )
+        raise LayoutError.at("x[i] = v", got=describe(self), need="arrays are immutable", mend="x = x.at[i].set(v)")
 
     @api_boundary
     def __getattr__(self, name: str):

@@ -11,13 +11,14 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
 from spmd.autodiff import apply as autodiff_apply
 from spmd.autodiff import tree
 from spmd.autodiff.sanitizers import FINITE, WATCHING
+from spmd.autodiff.signatures import Parameters, Result
 from spmd.autodiff.staging.program import Built, Ref
 from spmd.autodiff.staging.recorder import Program, is_slot, slot_of
 from spmd.autodiff.staging.together import RECORDING
@@ -55,7 +56,7 @@ from spmd.transport.handles import Outcome
 __all__ = ["Jitted"]
 
 
-class Jitted(MappedBody):
+class Jitted(MappedBody, Generic[Parameters, Result]):
     """A map that replays its recorded programs; see `spmd.jit`."""
 
     _has_specs = True
@@ -84,7 +85,7 @@ class Jitted(MappedBody):
         return "\n".join(texts)
 
     @api_boundary
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         mesh = self._replay_mesh(flat)
         if mesh is None:

@@ -15,6 +15,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import kind_of_dtype
+from spmd.autodiff.signatures import Parameters, Result
 from spmd.autodiff.staging.program import Ref
 from spmd.autodiff.staging.recorder import is_slot, slot_of
 from spmd.autodiff.staging.together import Together, at_worker, recorded_by
@@ -35,7 +36,7 @@ from spmd.transport.handles import read_only
 __all__ = ["JittedFunction", "jit"]
 
 
-class JittedFunction(Jitted):
+class JittedFunction(Jitted[Parameters, Result]):
     """A function of global arrays that replays its recorded programs; see `spmd.jit`."""
 
     _has_specs = False
@@ -48,7 +49,7 @@ class JittedFunction(Jitted):
         return f"spmd.jit of {self.where}"
 
     @api_boundary
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         flat, treedef = tree.flatten((args, kwargs), none_is_leaf=True)
         mesh = self._replay_mesh(flat)
         if mesh is not None:
@@ -359,7 +360,7 @@ def _given_away(results: list) -> list:
 
 
 @api_boundary
-def jit(f: Callable) -> Jitted:
+def jit(f: Callable[Parameters, Result]) -> Jitted[Parameters, Result]:
     """A map, or a function of global arrays, whose Python runs once: `spmd.jit(spmd.map(f, in_specs, out_specs))`.
 
     f: a map (`spmd.map`, `mesh.map`) with check=True, or a function of global arrays, bare data and numbers. The first

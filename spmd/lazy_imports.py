@@ -18,7 +18,8 @@ def lazy_attributes(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a module.
 
-    names: the names that each other module defines. parts: submodules that are available as attributes.
+    names: the names that each other module defines. parts: submodules that are available as attributes. The names that
+    `dir` gives are those of `__all__` and the parts: what editors complete.
     """
     module_of = {name: source for source, group in names.items() for name in group}
 
@@ -32,7 +33,7 @@ def lazy_attributes(
         return vars(sys.modules[module]).setdefault(name, value)
 
     def module_dir() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *module_of, *parts})
+        return sorted({*getattr(sys.modules[module], "__all__", ()), *module_of, *parts})
 
     return module_getattr, module_dir
 

@@ -8,9 +8,12 @@ every worker, `ResultSpecs` checks its results against out_specs, and `joined_le
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Generic, Protocol, overload
 
+from spmd.array import PartitionedArray
 from spmd.autodiff import tracer
+from spmd.autodiff.signatures import Parameters, Result
+from spmd.autodiff.static_array import AnyArray
 from spmd.errors import SpecError, describe
 from spmd.map_arguments import MapMixing
 from spmd.map_interpreters import apply, value_and_grad
@@ -25,13 +28,29 @@ __all__ = ["Mapped", "map"]
 @overload
 def map(
     f: None = None, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
-) -> Callable[[Callable], Mapped]: ...
+) -> MapDecorator: ...
 
 
 @overload
 def map(
-    f: Callable, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
-) -> Mapped: ...
+    f: Callable[Parameters, AnyArray],
+    in_specs: Any = ...,
+    out_specs: Any = ...,
+    *,
+    mesh: Mesh | None = ...,
+    check: bool = ...,
+) -> Mapped[Parameters, PartitionedArray]: ...
+
+
+@overload
+def map(
+    f: Callable[Parameters, Result],
+    in_specs: Any = ...,
+    out_specs: Any = ...,
+    *,
+    mesh: Mesh | None = ...,
+    check: bool = ...,
+) -> Mapped[Parameters, Result]: ...
 
 
 @api_boundary
@@ -89,11 +108,22 @@ def map(
 use_map(map)
 
 
-class Mapped(MappedBody):
-    """A function on global arrays; see `spmd.map`."""
+class MapDecorator(Protocol):
+    """What `spmd.map` gives without a body: it takes the body. Where the body gives an array, the map gives a global
+    array; other types of results stay as they are written."""
+
+    @overload
+    def __call__(self, f: Callable[Parameters, AnyArray], /) -> Mapped[Parameters, PartitionedArray]: ...
+
+    @overload
+    def __call__(self, f: Callable[Parameters, Result], /) -> Mapped[Parameters, Result]: ...
+
+
+class Mapped(MappedBody, Generic[Parameters, Result]):
+    """A function on global arrays; see `spmd.map`. It has the parameters of its body."""
 
     @api_boundary
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return apply(self, args, kwargs, self.run)
 
     def __value_and_grad__(

@@ -10,6 +10,8 @@ as they lie. The transforms on a worker are SciPy's where it is installed, on th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spmd.fft.frequencies import fftfreq, fftshift, ifftshift, rfftfreq
 from spmd.fft.planning import plan
 from spmd.fft.transforms import (
@@ -29,6 +31,7 @@ from spmd.fft.transforms import (
     rfftn,
 )
 from spmd.fourier.plan import FourierPlan
+from spmd.lazy_imports import lazy_attributes
 
 __all__ = [
     "FourierPlan",
@@ -52,3 +55,6 @@ __all__ = [
     "rfftfreq",
     "rfftn",
 ]
+
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
+    __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -8,6 +8,9 @@ An operator maps one array, or a pytree of arrays, to another. `A.domain` and `A
 `Space` for each array. `A(x)` is differentiable, and gathers nothing.
 """
 
+from typing import TYPE_CHECKING
+
+from spmd.lazy_imports import lazy_attributes
 from spmd.linear.blocks import BlockDiagonal, HStack, VStack
 from spmd.linear.mapped import linear_operator
 from spmd.linear.operator import LinearOperator, identity, zero
@@ -25,3 +28,6 @@ __all__ = [
     "linear_operator",
     "zero",
 ]
+
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
+    __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -18,7 +18,7 @@ from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Called, Operator, named
+from spmd.operators.base import Called, Operator, Tree, named
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, given_sizes, normal_axis, split_ways
@@ -75,14 +75,14 @@ class AllToAll(Operator):
 
 
 def all_to_all(
-    x,
+    x: Tree,
     axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
     *,
     tiled: bool = False,
     sizes: Sequence[int] | None = None,
-):
+) -> Tree:
     """Each worker's block split over the workers along axis_name, and what they send here joined.
 
     x: the block, or a pytree of blocks. tiled=True: dimension split_axis is cut into n pieces (balanced, or of the
@@ -98,7 +98,7 @@ def all_to_all(
     return operate(interned(AllToAll, names, split_axis, concat_axis, tiled, given), x, sys._getframe(1))
 
 
-def pswapaxes(x, axis_name: AxisName, axis: int):
+def pswapaxes(x: Tree, axis_name: AxisName, axis: int) -> Tree:
     """Dimension `axis` of the blocks swapped with the mesh axis: y_k[j] = x_j[k] along it.
 
     x: the block, or a pytree of blocks; dimension `axis` has one entry per worker along axis_name.

@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.errors import StateError
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator
+from spmd.operators.base import Operator, Tree
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, check_length, given_sizes, normal_axis, split_ways
@@ -140,7 +140,7 @@ class Slice(_Split):
         return interned(Collect, self.axes, self.axis, self.tiled, self.sizes)
 
 
-def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: str = "varying"):
+def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: str = "varying") -> Tree:
     """The blocks of all workers along axis_name, on every one of them.
 
     x: the block, or a pytree of blocks. tiled=False stacks equal blocks along a new dimension `axis`: (n, *x.shape);
@@ -166,13 +166,13 @@ def all_gather(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to
 
 
 def psum_scatter(
-    x,
+    x: Tree,
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
     sizes: Sequence[int] | None = None,
-):
+) -> Tree:
     """The sum of x over the workers along axis_name, split over them: each gets its part.
 
     x: varies over every named axis, of one shape on all workers. tiled=False: dimension scatter_dimension has one
@@ -186,7 +186,9 @@ def psum_scatter(
     return operate(interned(ReduceScatter, names, scatter_dimension, tiled, given), x, sys._getframe(1))
 
 
-def pslice(x, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes: Sequence[int] | None = None):
+def pslice(
+    x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, sizes: Sequence[int] | None = None
+) -> Tree:
     """This worker's part of a value that all workers along axis_name have.
 
     x: Invariant along the named axes. tiled=False: dimension `axis` has one entry per worker, and goes away;

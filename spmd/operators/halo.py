@@ -21,7 +21,7 @@ from spmd.errors import LayoutError, MeshError
 from spmd.layout import P
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator
+from spmd.operators.base import Operator, Tree
 from spmd.operators.halo_arguments import as_tuples, balanced, checked_spec
 from spmd.operators.halo_base import Halo, lengths_learnt
 from spmd.operators.halo_combine import (
@@ -403,14 +403,14 @@ def _checked_operator(
 
 
 def halo_exchange(
-    x,
+    x: Tree,
     spec: P,
     widths: int | Sequence[Any],
     boundary: str | Sequence[str] = "none",
     *,
     shape: Sequence[int] | None = None,
     sizes: Sequence[Sequence[int] | None] | None = None,
-):
+) -> Tree:
     """This worker's block of an array with its neighbours' edges around it.
 
     x: the block, or a pytree of blocks. spec: the axes that split each dimension of the array.
@@ -439,14 +439,14 @@ def halo_exchange(
 
 
 def halo_accumulate(
-    x,
+    x: Tree,
     spec: P,
     widths: int | Sequence[Any],
     boundary: str | Sequence[str] = "none",
     *,
     shape: Sequence[int] | None = None,
     sizes: Sequence[Sequence[int] | None] | None = None,
-):
+) -> Tree:
     """A block with a halo, without it: each entry of the halo is added to the entry of which it is a copy.
 
     x: the block with its halo, or a pytree of them. shape, sizes: those of the array and its blocks without halos. If

@@ -16,7 +16,7 @@ from spmd.device import to_host
 from spmd.errors import LayoutError, describe
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, named
+from spmd.operators.base import Operator, Tree, named
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.call import Call, Group, Shape
@@ -100,7 +100,7 @@ def _sorted(perm: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     return tuple(sorted((index(s), index(t)) for s, t in perm))
 
 
-def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
+def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> Tree:
     """Blocks sent from worker to worker along axis_name.
 
     x: the block, or a pytree of blocks; uneven ones travel as they are. perm: pairs (source, target) of places along
@@ -123,7 +123,7 @@ def ppermute(x, axis_name: AxisName, perm: Sequence[tuple[int, int]]):
     return operate(interned(Permute, names, pairs), x, sys._getframe(1))
 
 
-def shift(x, axis_name: AxisName, offset: int = 1, *, wrap: bool = True):
+def shift(x: Tree, axis_name: AxisName, offset: int = 1, *, wrap: bool = True) -> Tree:
     """Blocks sent `offset` workers up along axis_name: y_k = x_(k - offset).
 
     wrap: the axis is a ring. Otherwise the blocks that pass its end are dropped, and those at its start get zeros.
@@ -149,7 +149,7 @@ def _shifting(names: tuple[str, ...], n: int, offset: int, wrap: bool) -> Permut
     return named("shift", Permute, names, pairs)
 
 
-def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
+def pshuffle(x: Tree, axis_name: AxisName, perm: Sequence[int]) -> Tree:
     """Blocks permuted along axis_name: worker k gets the block of worker perm[k].
 
     x: the block, or a pytree of blocks; uneven ones travel as they are. perm: every place along the axis once.
@@ -178,7 +178,7 @@ def pshuffle(x, axis_name: AxisName, perm: Sequence[int]):
 Partner = int | None | Sequence[int | None] | np.ndarray | Callable[[int], int | None]
 
 
-def sendrecv(x, axis_name: AxisName, source: Partner, dest: Partner):
+def sendrecv(x: Tree, axis_name: AxisName, source: Partner, dest: Partner) -> Tree:
     """Each worker sends its block to worker `dest` along axis_name, and gets that of worker `source`.
 
     x: the block, or a pytree of blocks; uneven ones travel as they are.

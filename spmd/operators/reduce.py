@@ -22,7 +22,7 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Collective, each_leaf, move, named
+from spmd.operators.base import Collective, Tree, each_leaf, move, named
 from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary, reduce_to_all
@@ -40,7 +40,7 @@ __all__ = ["Extremum", "pcast", "pmax", "pmean", "pmin", "psum", "pvary"]
 AxisName = str | Sequence[str]
 
 
-def psum(x, axis_name: AxisName):
+def psum(x: Tree, axis_name: AxisName) -> Tree:
     """The sum of x over the workers along axis_name, the same on all of them.
 
     x: an array that varies over every named axis, of one shape on all workers, or a pytree of them; booleans are
@@ -53,7 +53,7 @@ def psum(x, axis_name: AxisName):
     return operate(interned(Sum, _names(axis_name, "psum")), x, sys._getframe(1))
 
 
-def pvary(x, axis_name: AxisName):
+def pvary(x: Tree, axis_name: AxisName) -> Tree:
     """x as one value per worker along axis_name: what tells that its gradient is wanted for each worker by itself.
 
     Forward (I -> V): the same value on every worker; nothing moves. Adjoint (V -> I): `psum` of the cotangents.
@@ -77,7 +77,7 @@ def pvary(x, axis_name: AxisName):
     return tree.map(one, x)
 
 
-def pcast(x, axis_name: AxisName, *, to: str = "varying"):
+def pcast(x: Tree, axis_name: AxisName, *, to: str = "varying") -> Tree:
     """x in the state `to` along axis_name: "varying" is `pvary`; "invariant" (or "invarying") only states a fact.
 
     Raises StateError where a Varying array is to be Invariant: that takes a sum, a mean or a gather.
@@ -140,7 +140,7 @@ def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def pmean(x, axis_name: AxisName):
+def pmean(x: Tree, axis_name: AxisName) -> Tree:
     """The mean of x over the workers along axis_name: psum(x) / n. An Invariant array is its own mean.
 
     Workers count equally, however many entries their blocks have; `spmd.mean` counts entries. As by np.mean, integers
@@ -302,7 +302,7 @@ def _extremum(x, names: tuple[str, ...], how: str, frame: FrameType):
     return each_leaf(one, x)
 
 
-def pmax(x, axis_name: AxisName):
+def pmax(x: Tree, axis_name: AxisName) -> Tree:
     """The largest x of the workers along axis_name, entry by entry; Invariant. An Invariant array is its own.
 
     Gradient: to the workers that attain it, in equal shares. Cost: one all-reduce forward, one backward for ties.
@@ -310,6 +310,6 @@ def pmax(x, axis_name: AxisName):
     return _extremum(x, _names(axis_name, "pmax"), "max", sys._getframe(1))
 
 
-def pmin(x, axis_name: AxisName):
+def pmin(x: Tree, axis_name: AxisName) -> Tree:
     """The smallest x of the workers along axis_name, entry by entry; see `pmax`."""
     return _extremum(x, _names(axis_name, "pmin"), "min", sys._getframe(1))

@@ -70,7 +70,7 @@ def _name(function: str, dims: tuple[int, ...], ndim: int) -> str:
     return function if len(dims) in (0, ndim) else f"{function}[axis={', '.join(map(str, sorted(dims)))}]"
 
 
-def sum(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
+def sum(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     """The sum of x over its dimensions `axis` (None: all) and over the workers along axis_name; Invariant there.
 
     x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Short floating-point
@@ -89,7 +89,7 @@ def sum(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     return rounded(operate(op, _total(x, dims, wide), sys._getframe(1)), dtype)
 
 
-def mean(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
+def mean(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     """The mean of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
     Every entry counts once, however uneven the blocks. Along axes where x is Invariant the copies count as one.
@@ -111,7 +111,7 @@ def mean(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     return rounded(total / count, dtype)
 
 
-def max(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
+def max(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     """The largest entry of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
     Blocks may be uneven or empty, not all empty (LayoutError). Gradient: to all entries that attain it, on whichever
@@ -122,7 +122,7 @@ def max(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
     return _extremum(x, axis_name, axis, "max", sys._getframe(1))
 
 
-def min(x, axis_name: AxisName = _OUTSIDE, axis: Axis = None):
+def min(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     """The smallest entry; see `max`."""
     if axis_name is _OUTSIDE and WORKER.get() is None:
         return np.min(x, axis=axis)

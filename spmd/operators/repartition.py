@@ -14,7 +14,7 @@ from spmd.errors import LayoutError, MeshError, describe
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator
+from spmd.operators.base import Operator, Tree
 from spmd.operators.memo import interned, memoised
 from spmd.operators.sums import unmoved
 from spmd.plan import Move, plan
@@ -199,7 +199,7 @@ def _made(kind: type[_Relayout], src: Layout, dst: Layout, sides: tuple[tuple[st
     return interned(kind, tuple(src.axes), src, dst)
 
 
-def repartition(x, src: Layout, dst: Layout):
+def repartition(x: Tree, src: Layout, dst: Layout) -> Tree:
     """A distributed array in another layout.
 
     x: this worker's block as src lays the array out, or a pytree of such blocks; of shape (0, 0, ...) where it has
@@ -214,7 +214,7 @@ def repartition(x, src: Layout, dst: Layout):
     return operate(_operator(Repartition, src, dst), x, sys._getframe(1))
 
 
-def accumulate(x, src: Layout, dst: Layout):
+def accumulate(x: Tree, src: Layout, dst: Layout) -> Tree:
     """A distributed array in another layout, where the varying copies of src are added.
 
     Forward: y = Σ x over the copies, [box of dst]; a message per pair of workers that share something. Of invariant

@@ -386,7 +386,7 @@ def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
     return x
 
 
-def sum_reduce(x, axis_name: AxisName, root: int = 0):
+def sum_reduce(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The sum of x over the workers along axis_name, at the one at place `root`.
 
     x: varies over every named axis, of one shape on all workers.
@@ -395,7 +395,7 @@ def sum_reduce(x, axis_name: AxisName, root: int = 0):
     return _to_root(interned(SumReduce, _names(axis_name, "sum_reduce"), root), x)
 
 
-def keep(x, axis_name: AxisName, root: int = 0):
+def keep(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """One value that all workers along axis_name have, kept by the one at place `root`.
 
     Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`.
@@ -403,7 +403,7 @@ def keep(x, axis_name: AxisName, root: int = 0):
     return _to_root(interned(Keep, _names(axis_name, "keep"), root), x)
 
 
-def broadcast(x, axis_name: AxisName, root: int = 0):
+def broadcast(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The root's value, on every worker along axis_name as its own.
 
     Forward (Rooted -> V): y_k = x_root. Adjoint: `sum_reduce`. Cost: one broadcast.
@@ -411,7 +411,7 @@ def broadcast(x, axis_name: AxisName, root: int = 0):
     return _from_root(Broadcast, x, axis_name, root)
 
 
-def replicate(x, axis_name: AxisName, root: int = 0):
+def replicate(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The root's value as one value that all workers along axis_name have.
 
     Forward (Rooted -> I): y = x_root. Adjoint: `keep`, which moves nothing. Cost: one broadcast.
@@ -419,7 +419,7 @@ def replicate(x, axis_name: AxisName, root: int = 0):
     return _from_root(Replicate, x, axis_name, root)
 
 
-def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequence[int] | None = None):
+def scatter(x: Any, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequence[int] | None = None) -> Any:
     """The root's value split along dimension `axis` over the workers along axis_name.
 
     x: a Rooted value, or a pytree of them. sizes: the lengths of the pieces, one per worker; None: balanced.
@@ -439,7 +439,7 @@ def scatter(x, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes: Sequ
     return each_leaf(one, x)
 
 
-def gather(x, axis_name: AxisName, *, axis: int = 0, root: int = 0):
+def gather(x: Any, axis_name: AxisName, *, axis: int = 0, root: int = 0) -> Any:
     """The blocks of the workers along axis_name, joined along dimension `axis` at the one at place `root`.
 
     x: the block, or a pytree of blocks; they may be uneven in that dimension, or empty.

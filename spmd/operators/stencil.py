@@ -25,7 +25,7 @@ from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator
+from spmd.operators.base import Operator, Tree
 from spmd.operators.halo import HaloExchange
 from spmd.operators.halo_arguments import checked_spec
 from spmd.operators.halo_combine import FillHalo
@@ -290,8 +290,8 @@ BOUNDARIES = ("zero", "periodic")
 
 
 def stencil(
-    x, spec: P, offsets: Sequence[Sequence[int]], weights: Sequence[float], boundary: str | Sequence[str] = "zero"
-):
+    x: Tree, spec: P, offsets: Sequence[Sequence[int]], weights: Sequence[float], boundary: str | Sequence[str] = "zero"
+) -> Tree:
     """y[i] = sum over k of weights[k] * X[i + offsets[k]]: this worker's block of a stencil applied to the whole array.
 
     x: the block, or a pytree of blocks. spec: the axes that split each dimension of the array. offsets: an int per

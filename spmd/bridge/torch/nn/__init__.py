@@ -7,6 +7,8 @@ net = torch.nn.Sequential(
 Modules without parameters that work on each entry alone, such as `torch.nn.GELU`, and containers are torch's own.
 """
 
+from typing import TYPE_CHECKING
+
 from spmd.bridge.torch.nn.attention import (
     MultiheadAttention,
 )
@@ -142,6 +144,7 @@ from spmd.bridge.torch.nn.softmaxes import (
     Softmax2d,
     Softmin,
 )
+from spmd.lazy_imports import lazy_attributes
 
 __all__ = [
     "FFT",
@@ -248,3 +251,6 @@ __all__ = [
     "ZeroPad2d",
     "ZeroPad3d",
 ]
+
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
+    __getattr__, __dir__ = lazy_attributes(__name__, {})
