@@ -33,7 +33,7 @@ def tolerance(eps: float) -> float:
 
 @api_boundary
 def check_vjp(
-    f: Callable,
+    f: Callable[..., Any],
     args: Sequence[Any],
     *,
     atol: float = 0.0,
@@ -94,7 +94,7 @@ def check_vjp(
 
 @api_boundary
 def check_grads(
-    f: Callable,
+    f: Callable[..., Any],
     args: Sequence[Any],
     order: int = 2,
     *,

@@ -330,7 +330,7 @@ def _rank(dtype) -> int:
     return "bifc".find("b" if dtype.kind == "b" else kind_of_dtype(dtype) or "?")
 
 
-def at(x) -> At:
+def at(x: Any) -> At:
     """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`."""
     return At(x)
 

@@ -210,7 +210,7 @@ class Array(StaticArray, metaclass=Shown):
     __slots__ = ("__weakref__", "node", "state", "tape", "value")
     __array_priority__ = 1000.0
 
-    def __init__(self, value, state=None, tape=None, node=None):
+    def __init__(self, value: Any, state: Any = None, tape: Any = None, node: Any = None):
         self.value = value
         self.state: Any = state
         self.tape: Any = tape
@@ -343,11 +343,11 @@ class Array(StaticArray, metaclass=Shown):
         value = self._number("index")
         return operator.index(value.item() if devices.is_array(value) else value)
 
-    def item(self, *args):
+    def item(self, *args: Any) -> Any:
         value = self._number("x.item")
         return value.item(*args) if hasattr(value, "item") else np.asarray(value).item(*args)
 
-    def tolist(self):
+    def tolist(self) -> Any:
         value = self._number("x.tolist")
         return value.tolist() if hasattr(value, "tolist") else value
 

@@ -252,7 +252,7 @@ class PartitionedArray(Summarised, StaticArray):
         return whole
 
     @api_boundary
-    def item(self, *index: int):
+    def item(self, *index: int) -> Any:
         """An entry as a Python number: that of an array of size 1, or the one at an index."""
         if len(index) == 1:
             index = tuple(map(int, np.unravel_index(index[0], self.shape)))
@@ -351,7 +351,9 @@ class PartitionedArray(Summarised, StaticArray):
         raise MissingMethodError.at(f"x.{name}", got=describe(self), need=need, mend=mend.format(data="x.numpy()"))
 
     @api_boundary
-    def astype(self, dtype, order="K", casting="unsafe", subok=True, copy=True) -> PartitionedArray:
+    def astype(
+        self, dtype: Any, order: Any = "K", casting: Any = "unsafe", subok: Any = True, copy: Any = True
+    ) -> PartitionedArray:
         if not np.can_cast(self.dtype, dtype, casting):  # type: ignore[arg-type]
             raise TypeError(f"cannot cast from {self.dtype} to {dtype} by the rule {casting!r}")
         x = self if self.dtype == dtype else self.reduced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def worker_index(axis_name: str | Sequence[str]) -> int:
 
 
 @api_boundary
-def axis_index(axis_name: str | Sequence[str]):
+def axis_index(axis_name: str | Sequence[str]) -> Any:
     """This worker's index along an axis (along several: major to minor), as an array that varies over it."""
     worker = here("spmd.axis_index")
     names = worker.mesh.names(axis_name, "spmd.axis_index")
@@ -58,7 +59,7 @@ def block_slices(shape: int | Sequence[int], spec: Spec) -> tuple[slice, ...]:
 
 
 @api_boundary
-def block_indices(shape: int | Sequence[int], spec: Spec) -> tuple:
+def block_indices(shape: int | Sequence[int], spec: Spec) -> tuple[Any, ...]:
     """The indices in an array of this shape of the entries of this worker's block: an array for each dimension.
 
     shape, spec: as for `block_slices`. The arrays are int64 and broadcast to the block; each varies over the axes that

@@ -31,7 +31,7 @@ __all__ = ["inner", "norm"]
 
 
 @api_boundary
-def inner(x, y):
+def inner(x: Any, y: Any) -> Any:
     """<x, y> = sum(conj(x) * y) over the entries of global arrays. x, y: arrays, or pytrees of one structure.
 
     Invariant values count once, Varying ones are summed over the workers, Rooted ones count at the root.
@@ -154,7 +154,7 @@ def _inner_outside(a, b):
 
 
 @api_boundary
-def norm(x):
+def norm(x: Any) -> Any:
     """The 2-norm of `inner`: sqrt(<x, x>), real."""
     square, dtype = _wide_inner("norm", x, x)
     root: Any = np.sqrt(np.real(square)) if frontend(square) is None else square.real.sqrt()

@@ -55,7 +55,7 @@ def map(
 
 @api_boundary
 def map(
-    f: Callable | None = None,
+    f: Callable[..., Any] | None = None,
     in_specs: Any = REQUIRED,
     out_specs: Any = REQUIRED,
     *,

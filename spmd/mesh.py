@@ -211,7 +211,7 @@ class Mesh(Summarised):
     @api_boundary
     def map(
         self,
-        f: Callable | None = None,
+        f: Callable[..., Any] | None = None,
         in_specs: Any = REQUIRED,
         out_specs: Any = REQUIRED,
         *,

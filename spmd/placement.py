@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from spmd.array_functions import layout_like
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit, admit_dtype, is_sliceable
 from spmd.autodiff.dtypes import dtype_name
+from spmd.autodiff.signatures import Container
 from spmd.autodiff.staging.together import at_worker
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.kernels import on_device
@@ -127,8 +129,20 @@ def _reference(where: str, like: Any) -> PartitionedArray:
     return x
 
 
+@overload
+def put(x: AnyArray | complex, spec: Any = ..., mesh: Mesh | None = ..., *, like: Any = ...) -> PartitionedArray: ...
+
+
+@overload
+def put(x: Container, spec: Any = ..., mesh: Mesh | None = ..., *, like: Any = ...) -> Container: ...
+
+
+@overload
+def put(x: object, spec: Any = ..., mesh: Mesh | None = ..., *, like: Any = ...) -> Any: ...
+
+
 @api_boundary
-def put(x, spec: Any = REQUIRED, mesh: Mesh | None = None, *, like: Any = None) -> Any:
+def put(x: Any, spec: Any = REQUIRED, mesh: Mesh | None = None, *, like: Any = None) -> Any:
     """Place an array, or a pytree of arrays, on a mesh.
 
     x: bare arrays that every process has, of which each process keeps its blocks; or objects with shape, dtype and

@@ -132,14 +132,14 @@ def _space_for(space: Any, b: Any) -> Any:
 
 @api_boundary
 def cg(
-    A: LinearOperator | Callable,
+    A: LinearOperator | Callable[..., Any],
     b: Any,
     x0: Any = None,
     *,
     rtol: float = 1e-6,
     atol: float = 0.0,
     maxiter: int | None = None,
-    M: LinearOperator | Callable | None = None,
+    M: LinearOperator | Callable[..., Any] | None = None,
     callback: Callable[[Any], Any] | None = None,
 ) -> Solution:
     """Solve A x = b for a Hermitian positive definite A, by conjugate gradients.

@@ -31,12 +31,12 @@ Shape = tuple[int, ...]
 
 @api_boundary
 def check_adjoint(
-    f: Operator | Callable,
+    f: Operator | Callable[..., Any],
     *shapes: Shape,
     mesh: Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-    adjoint: Callable | None = None,
+    adjoint: Callable[..., Any] | None = None,
     exact: bool | None = None,
     real: bool = False,
     dtype: Any = np.float64,

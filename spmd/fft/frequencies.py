@@ -29,7 +29,7 @@ __all__ = ["fftfreq", "fftshift", "ifftshift", "rfftfreq"]
 
 
 @api_boundary
-def fftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None):
+def fftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None) -> Any:
     """The frequencies of the modes of n points of spacing d, in the order of `fft`: `np.fft.fftfreq(n, d)`.
 
     spec: in a body, how the frequencies are split, of which this worker's block is returned: the spec of one dimension,
@@ -39,7 +39,7 @@ def fftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None):
 
 
 @api_boundary
-def rfftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None):
+def rfftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None) -> Any:
     """The frequencies of the modes of n real points, in the order of `rfft`: `np.fft.rfftfreq(n, d)`.
 
     Arguments as for `fftfreq`; the array that spec splits has n // 2 + 1 entries.
@@ -67,13 +67,13 @@ def _frequencies(name: str, n: Any, d: float, spec: Spec | None, half: bool) -> 
 
 @api_boundary
 def fftshift(
-    x,
+    x: Any,
     axes: int | Sequence[int] | None = None,
     *,
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """A spectrum with frequency zero in the middle: entry j is x[(j - n // 2) mod n] along each of axes.
 
     axes: None: all. As `np.fft.fftshift`. spec, out_spec, shape: as for `fftn`; the result lies as x does.
@@ -85,13 +85,13 @@ def fftshift(
 
 @api_boundary
 def ifftshift(
-    x,
+    x: Any,
     axes: int | Sequence[int] | None = None,
     *,
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The inverse of `fftshift`: entry j is x[(j + n // 2) mod n] along each of axes. Adjoint: `fftshift`."""
     return _shift("ifftshift", x, axes, -1, spec, out_spec, shape)
 

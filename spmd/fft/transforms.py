@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from spmd.fft.planning import run
 from spmd.layout import Spec
@@ -28,7 +29,7 @@ __all__ = [
 
 @api_boundary
 def fft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -37,7 +38,7 @@ def fft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`fftn` along one dimension, of length n.
 
     Arguments, layouts and costs as for `fftn`. Adjoint: `fft`.
@@ -47,7 +48,7 @@ def fft(
 
 @api_boundary
 def ifft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -56,7 +57,7 @@ def ifft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`ifftn` along one dimension, of length n.
 
     Arguments, layouts and costs as for `fftn`. Adjoint: `ifft`.
@@ -66,7 +67,7 @@ def ifft(
 
 @api_boundary
 def rfft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -75,7 +76,7 @@ def rfft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`rfftn` along one dimension, of length n.
 
     Arguments, layouts and costs as for `rfftn`.
@@ -86,7 +87,7 @@ def rfft(
 
 @api_boundary
 def irfft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -95,7 +96,7 @@ def irfft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`irfftn` along one dimension, of n points.
 
     Arguments, layouts and costs as for `irfftn`.
@@ -106,7 +107,7 @@ def irfft(
 
 @api_boundary
 def hfft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -114,7 +115,7 @@ def hfft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The real spectrum, of length n, of an array with hermitian symmetry, of which a is the first half.
 
     Arguments, layouts and costs as for `fftn`. As `np.fft.hfft`.
@@ -125,7 +126,7 @@ def hfft(
 
 @api_boundary
 def ihfft(
-    a,
+    a: Any,
     n: int | None = None,
     axis: int = -1,
     norm: str | None = None,
@@ -133,7 +134,7 @@ def ihfft(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The first half of the inverse transform of a real spectrum, which has hermitian symmetry.
 
     Arguments, layouts and costs as for `fftn`. As `np.fft.ihfft`.
@@ -144,7 +145,7 @@ def ihfft(
 
 @api_boundary
 def fftn(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = None,
     norm: str | None = None,
@@ -153,7 +154,7 @@ def fftn(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The discrete Fourier transform over several dimensions: y[k] = sum over j of a[j] exp(-2πi Σ j k / n).
 
     a: an array of NumPy, CuPy or PyTorch; in a body with specs this worker's block; outside a global array too.
@@ -178,7 +179,7 @@ def fftn(
 
 @api_boundary
 def ifftn(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = None,
     norm: str | None = None,
@@ -187,7 +188,7 @@ def ifftn(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The inverse of `fftn`: y[j] = 1/n sum over k of a[k] exp(2πi Σ j k / n).
 
     Arguments, layouts and costs as for `fftn`.
@@ -199,7 +200,7 @@ def ifftn(
 
 @api_boundary
 def rfftn(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = None,
     norm: str | None = None,
@@ -208,7 +209,7 @@ def rfftn(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`fftn` of real numbers, of which the last of axes keeps the modes from zero to n // 2.
 
     Arguments, layouts and costs as for `fftn`.
@@ -219,7 +220,7 @@ def rfftn(
 
 @api_boundary
 def irfftn(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = None,
     norm: str | None = None,
@@ -228,7 +229,7 @@ def irfftn(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """The inverse of `rfftn`, to real numbers.
 
     Arguments, layouts and costs as for `fftn`.
@@ -240,7 +241,7 @@ def irfftn(
 
 @api_boundary
 def fft2(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = (-2, -1),
     norm: str | None = None,
@@ -249,14 +250,14 @@ def fft2(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`fftn` over two dimensions, by default the last."""
     return run("fft2", "fft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
 @api_boundary
 def ifft2(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = (-2, -1),
     norm: str | None = None,
@@ -265,14 +266,14 @@ def ifft2(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`ifftn` over two dimensions, by default the last."""
     return run("ifft2", "ifft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
 @api_boundary
 def rfft2(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = (-2, -1),
     norm: str | None = None,
@@ -281,14 +282,14 @@ def rfft2(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`rfftn` over two dimensions, by default the last."""
     return run("rfft2", "rfft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
 @api_boundary
 def irfft2(
-    a,
+    a: Any,
     s: Sequence[int] | None = None,
     axes: Sequence[int] | None = (-2, -1),
     norm: str | None = None,
@@ -297,6 +298,6 @@ def irfft2(
     spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """`irfftn` over two dimensions, by default the last."""
     return run("irfft2", "irfft", a, s, axes, norm, padding, (spec, out_spec, shape))

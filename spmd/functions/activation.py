@@ -14,6 +14,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_array, as_floating, as_number, cast, normalized_axis
@@ -154,7 +155,7 @@ def _apply(x, kind: str, alpha: float = 1.0):
 
 
 @api_boundary
-def bias_act(x, bias, kind: str = "relu", *, alpha: float | None = None):
+def bias_act(x: Tree, bias: Any, kind: str = "relu", *, alpha: float | None = None) -> Tree:
     """f(x + bias), in one pass over memory.
 
     x: (..., n). bias: (n,), or None. kind: one of relu, relu6, leaky_relu, hard_sigmoid, hard_swish, sigmoid, silu,
@@ -193,44 +194,44 @@ def _finite_number(where: str, argument: str, alpha: Any, nonzero: bool = False)
 
 
 @api_boundary
-def relu(x):
+def relu(x: Tree) -> Tree:
     """max(x, 0), entry by entry. x: real; integers stay integers. Derivative: 1 where x > 0, else 0."""
     x = as_array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
     return np.maximum(x, 0) if x.dtype.kind in "iu" else _apply(x, "relu")
 
 
 @api_boundary
-def relu6(x):
+def relu6(x: Tree) -> Tree:
     """min(max(x, 0), 6)."""
     return _apply(x, "relu6")
 
 
 @api_boundary
-def leaky_relu(x, negative_slope: float = 0.01):
+def leaky_relu(x: Tree, negative_slope: float = 0.01) -> Tree:
     """x where x > 0, else negative_slope * x."""
     return _apply(x, "leaky_relu", _finite_number("spmd.functions.leaky_relu", "negative_slope", negative_slope))
 
 
 @api_boundary
-def hard_sigmoid(x):
+def hard_sigmoid(x: Tree) -> Tree:
     """min(max(x / 6 + 1/2, 0), 1)."""
     return _apply(x, "hard_sigmoid")
 
 
 @api_boundary
-def hard_swish(x):
+def hard_swish(x: Tree) -> Tree:
     """x * hard_sigmoid(x); Howard et al., "Searching for MobileNetV3", 2019."""
     return _apply(x, "hard_swish")
 
 
 @api_boundary
-def sigmoid(x):
+def sigmoid(x: Tree) -> Tree:
     """1 / (1 + exp(-x)), without overflow."""
     return _apply(x, "sigmoid")
 
 
 @api_boundary
-def silu(x):
+def silu(x: Tree) -> Tree:
     """x * sigmoid(x), also called swish; Elfwing, Uchibe, Doya, 2017."""
     return _apply(x, "silu")
 
@@ -239,7 +240,7 @@ swish = silu
 
 
 @api_boundary
-def gelu(x, approximate: bool | str = True):
+def gelu(x: Tree, approximate: bool | str = True) -> Tree:
     """x * Phi(x), Phi being the distribution function of the normal distribution; Hendrycks, Gimpel, 2016.
 
     approximate: True, the default as in `jax.nn.gelu`, or "tanh": x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
@@ -253,13 +254,13 @@ def gelu(x, approximate: bool | str = True):
 
 
 @api_boundary
-def elu(x, alpha: float = 1.0):
+def elu(x: Tree, alpha: float = 1.0) -> Tree:
     """x where x > 0, else alpha * (exp(x) - 1)."""
     return _apply(x, "elu", _finite_number("spmd.functions.elu", "alpha", alpha))
 
 
 @api_boundary
-def celu(x, alpha: float = 1.0):
+def celu(x: Tree, alpha: float = 1.0) -> Tree:
     """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive."""
     where = "spmd.functions.celu"
     alpha = _finite_number(where, "alpha", alpha, nonzero=True)
@@ -269,25 +270,25 @@ def celu(x, alpha: float = 1.0):
 
 
 @api_boundary
-def selu(x):
+def selu(x: Tree) -> Tree:
     """1.0507 * elu(x, 1.6733); Klambauer et al., "Self-normalizing neural networks", 2017."""
     return _apply(x, "selu")
 
 
 @api_boundary
-def softplus(x):
+def softplus(x: Tree) -> Tree:
     """log(1 + exp(x)), without overflow."""
     return _apply(x, "softplus")
 
 
 @api_boundary
-def log_sigmoid(x):
+def log_sigmoid(x: Tree) -> Tree:
     """log(sigmoid(x)) = -softplus(-x)."""
     return _apply(x, "log_sigmoid")
 
 
 @api_boundary
-def mish(x):
+def mish(x: Tree) -> Tree:
     """x * tanh(softplus(x)); Misra, 2019."""
     return _apply(x, "mish")
 
@@ -308,14 +309,14 @@ def _halves(where: str, x, axis: int):
 
 
 @api_boundary
-def glu(x, axis: int = -1):
+def glu(x: Tree, axis: int = -1) -> Tree:
     """a * sigmoid(b), where a and b are the halves of x along an axis; Dauphin et al., 2016. As `jax.nn.glu`."""
     a, b = _halves("spmd.functions.glu", x, axis)
     return a * sigmoid(b)
 
 
 @api_boundary
-def swiglu(x, axis: int = -1):
+def swiglu(x: Tree, axis: int = -1) -> Tree:
     """silu(a) * b, where a and b are the halves of x along an axis; Shazeer, "GLU variants", 2020."""
     a, b = _halves("spmd.functions.swiglu", x, axis)
     return silu(a) * b

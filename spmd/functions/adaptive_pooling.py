@@ -32,14 +32,14 @@ Ints = tuple[int, ...]
 
 @api_boundary
 def adaptive_max_pool(
-    x,
+    x: Any,
     output_size: int | Sequence[int | None] | None,
     return_indices: bool = False,
     *,
     spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
-):
+) -> Any:
     """The largest entry of each of m windows along every spatial dimension. x: (N, C, *spatial), floating, of one to
     three spatial dimensions; an array of NumPy, CuPy or PyTorch.
 

@@ -31,11 +31,11 @@ _WHERE = "spmd.functions.attention_with_weights"
 @api_boundary
 @layer
 def attention_with_weights(
-    q,
-    k,
-    v,
-    mask=None,
-    bias=None,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -47,7 +47,7 @@ def attention_with_weights(
     mask_spec: Spec | None = None,
     bias_spec: Spec | None = None,
     out_spec: Spec | None = None,
-):
+) -> Any:
     """(w v, w), where w = softmax(scale q kᵀ + bias) where the mask is true: `attention`, and its weights.
 
     Arguments as those of `attention`, whose method is "heads". dropout: the probability to drop an entry of w, before

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import as_number, layer
 from spmd.functions.attention_plans import Options, Ring, attention_plan, with_dimensions
@@ -36,11 +37,11 @@ _SHAPES = {
 @api_boundary
 @layer
 def attention(
-    q,
-    k,
-    v,
-    mask=None,
-    bias=None,
+    q: Tree,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    bias: Any = None,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -52,7 +53,7 @@ def attention(
     mask_spec: Spec | None = None,
     bias_spec: Spec | None = None,
     out_spec: Spec | None = None,
-):
+) -> Tree:
     """softmax(scale q kᵀ + bias) v, where the mask is true. Arrays of NumPy, CuPy or PyTorch.
 
     q: (..., heads, n, d). k: (..., key heads, m, d), v: (..., key heads, m, e), where heads is a multiple of key heads:

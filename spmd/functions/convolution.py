@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import layer
 from spmd.functions.convolution_geometry import Geometry, with_bias
@@ -32,9 +33,9 @@ _OTHER_NAMES = {"zeros": "zero", "constant": "zero", "circular": "periodic", "wr
 @api_boundary
 @layer
 def conv(
-    x,
-    w,
-    bias=None,
+    x: Tree,
+    w: Any,
+    bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
@@ -45,7 +46,7 @@ def conv(
     out_spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
     boundary: str | Sequence[str] = "zero",
-):
+) -> Tree:
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
 
     x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex;
@@ -96,9 +97,9 @@ def conv(
 @api_boundary
 @layer
 def conv_transpose(
-    x,
-    w,
-    bias=None,
+    x: Tree,
+    w: Any,
+    bias: Any = None,
     stride: Any = 1,
     padding: Any = 0,
     output_padding: Any = 0,
@@ -110,7 +111,7 @@ def conv_transpose(
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
-):
+) -> Tree:
     """The transpose of `conv` with the same w, as a layer: from (N, O, *m) to (N, C, *n).
 
     x: (N, O, *m). w: (O, C / groups, *kernel). bias: (C,). Gives (N, C, *n), n = (m - 1) stride - low - high +

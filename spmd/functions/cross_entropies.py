@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.admission import admit
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.staging.recorder import checked, slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, describe, message
@@ -33,16 +34,16 @@ __all__ = ["cross_entropy", "nll_loss", "softmax_cross_entropy"]
 @api_boundary
 @layer
 def softmax_cross_entropy(
-    logits,
-    labels,
+    logits: Tree,
+    labels: Any,
     axis_name: AxisName | None = None,
     *,
     label_smoothing: float = 0.0,
     ignore_index: int | None = None,
-    weight=None,
+    weight: Any = None,
     reduction: str = "none",
     batch_axis_name: AxisName | None = None,
-):
+) -> Tree:
     """The cross-entropy of each row against targets t: -sum(weight * t * log_softmax(logits)).
 
     logits: (..., classes), floating, of NumPy, CuPy or PyTorch. labels: integers (...) from 0 to classes - 1, for
@@ -256,15 +257,15 @@ def _own_or_none(labels: Any, classes: int) -> Any:
 @api_boundary
 @layer
 def cross_entropy(
-    x,
-    target,
+    x: Tree,
+    target: Any,
     *,
-    weight=None,
+    weight: Any = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     spec: Spec | None = None,
-):
+) -> Tree:
     """The cross-entropy of logits against classes: `softmax_cross_entropy` with the arguments of torch.
 
     x: (classes,), (batch, classes) or (batch, classes, ...), floating; arrays of NumPy, CuPy or PyTorch. target:
@@ -291,7 +292,15 @@ def cross_entropy(
 
 @api_boundary
 @layer
-def nll_loss(x, target, *, weight=None, ignore_index: int = -100, reduction: str = "mean", spec: Spec | None = None):
+def nll_loss(
+    x: Tree,
+    target: Any,
+    *,
+    weight: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    spec: Spec | None = None,
+) -> Tree:
     """-weight[target] x[target], for logarithms x of probabilities: `cross_entropy` of what `log_softmax` gives.
 
     Arguments, reductions, specs and errors as `cross_entropy`; target are integers.

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import normalized_axes
@@ -27,7 +28,7 @@ _SATURATION = -1.7580993408473766
 
 
 @api_boundary
-def dropout(x, rate: float, key: Any, spec: Spec | None = None, *, broadcast_dims: Sequence[int] = ()):
+def dropout(x: Tree, rate: float, key: Any, spec: Spec | None = None, *, broadcast_dims: Sequence[int] = ()) -> Tree:
     """x with each entry set to 0 with probability rate, and the others divided by 1 - rate.
 
     x: floating, of any shape; a block or an array of NumPy, CuPy or PyTorch, or a global array. rate: a number from 0
@@ -46,7 +47,9 @@ def dropout(x, rate: float, key: Any, spec: Spec | None = None, *, broadcast_dim
 
 
 @api_boundary
-def alpha_dropout(x, rate: float, key: Any, spec: Spec | None = None, *, broadcast_dims: Sequence[int] = ()):
+def alpha_dropout(
+    x: Tree, rate: float, key: Any, spec: Spec | None = None, *, broadcast_dims: Sequence[int] = ()
+) -> Tree:
     """Dropout that keeps mean 0 and variance 1, for SELU: entries become -1.758 with probability rate; then a x + b.
 
     Arguments, cost and errors as `dropout`. Affine in x; adjoint: a g where the entry is kept.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.frontends import frontend
@@ -32,7 +33,7 @@ def _one_hot(ids, *, classes, dtype):
 
 
 @api_boundary
-def take_rows(table, ids):
+def take_rows(table: Tree, ids: Any) -> Tree:
     """The rows of a table that ids name. table: (n, ...). ids: integers of any shape, from 0 to n - 1.
 
     Forward: y[i, ...] = table[ids[i], ...], of shape ids.shape + table.shape[1:]. Adjoint: `add_rows`.
@@ -45,7 +46,7 @@ def take_rows(table, ids):
 
 
 @api_boundary
-def add_rows(ids, g, rows: int):
+def add_rows(ids: Any, g: Any, rows: int) -> Any:
     """A table in which row r is the sum of the entries of g whose id is r. ids: integers of any shape, from 0 to
     rows - 1. g: of shape ids.shape + (...). Gives (rows, ...).
 
@@ -68,15 +69,15 @@ def add_rows(ids, g, rows: int):
 
 @api_boundary
 def embedding(
-    table,
-    ids,
+    table: Any,
+    ids: Any,
     axis_name: str | Sequence[str] | None = None,
     padding_idx: int | None = None,
     *,
     spec: Spec | None = None,
     table_spec: Spec | None = None,
     out_spec: Spec | None = None,
-):
+) -> Any:
     """The rows of a table that ids name. Arrays of NumPy, CuPy or PyTorch.
 
     table: (n, ...). ids: integers of any shape, from 0 to n - 1. Gives ids.shape + table.shape[1:].
@@ -141,7 +142,7 @@ def _check_states(where: str, table: Any, ids: Any, names: tuple[str, ...]) -> N
 
 
 @api_boundary
-def one_hot(ids, classes: int, dtype: Any = float):
+def one_hot(ids: Any, classes: int, dtype: Any = float) -> Any:
     """Rows of zeros with a one at the place that each id names. ids: integers of any shape, from 0 to classes - 1.
 
     Gives (*ids.shape, classes). Raises SpecError for ids out of range; on a GPU their rows are zero.

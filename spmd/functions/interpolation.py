@@ -58,7 +58,7 @@ def _slopes(g, x, points, options) -> Any:
 
 
 @api_boundary
-def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5):
+def sample(x: Any, points: Any, method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5) -> Any:
     """The values of a field between its entries. x: (..., *spatial), floating or complex.
 
     points: (*m, d), real, places in units of the entries of the last d = 1, 2 or 3 dimensions of x: (1.5, 0) lies
@@ -83,8 +83,14 @@ def sample(x, points, method: str = "linear", boundary: str = "zero", *, cubic: 
 
 @api_boundary
 def inject(
-    values, points, shape: Sequence[int], method: str = "linear", boundary: str = "zero", *, cubic: float = -0.5
-):
+    values: Any,
+    points: Any,
+    shape: Sequence[int],
+    method: str = "linear",
+    boundary: str = "zero",
+    *,
+    cubic: float = -0.5,
+) -> Any:
     """A field with values at points: each is spread over the entries from which `sample` would read, with its weights.
 
     values: (..., *m), points: (*m, d), as for `sample`. shape: of the d spatial dimensions. Gives (..., *shape): the

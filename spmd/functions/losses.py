@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, cast
 
 from spmd.array import PartitionedArray
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_number, layer
 from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
@@ -221,7 +222,7 @@ def _made(name: str, terms: str, reduction: str, *options: Any, more: tuple[str,
 
 @api_boundary
 @layer
-def l1_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
+def l1_loss(x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean", spec: Spec | None = None) -> Tree:
     """|x - target|, entry by entry, or the sum or the mean of it.
 
     x, target: floating, of one shape; arrays of NumPy, CuPy or PyTorch. weight: of the same shape, a factor for each
@@ -242,7 +243,7 @@ def l1_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | Non
 
 @api_boundary
 @layer
-def mse_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
+def mse_loss(x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean", spec: Spec | None = None) -> Tree:
     """(x - target)^2: arguments, cost and errors as `l1_loss`. Derivative's adjoint: 2 g (x - target).
 
     Source: as torch.nn.functional.mse_loss.
@@ -253,7 +254,9 @@ def mse_loss(x, target, *, weight=None, reduction: str = "mean", spec: Spec | No
 
 @api_boundary
 @layer
-def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spec: Spec | None = None):
+def smooth_l1_loss(
+    x: Tree, target: Any, *, reduction: str = "mean", beta: float = 1.0, spec: Spec | None = None
+) -> Tree:
     """With d = |x - target|: d^2 / (2 beta) where d < beta, d - beta / 2 elsewhere. `huber_loss` divided by beta.
 
     beta: at least 0; 0 gives `l1_loss`. The rest as `l1_loss`. Source: as torch.nn.functional.smooth_l1_loss;
@@ -265,7 +268,9 @@ def smooth_l1_loss(x, target, *, reduction: str = "mean", beta: float = 1.0, spe
 
 @api_boundary
 @layer
-def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float = 1.0, spec: Spec | None = None):
+def huber_loss(
+    x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean", delta: float = 1.0, spec: Spec | None = None
+) -> Tree:
     """With d = |x - target|: d^2 / 2 where d <= delta, delta (d - delta / 2) elsewhere.
 
     delta: above 0. The rest as `l1_loss`, but the mean divides by the number of entries also with weights, as in torch.
@@ -280,7 +285,9 @@ def huber_loss(x, target, *, weight=None, reduction: str = "mean", delta: float 
 
 @api_boundary
 @layer
-def binary_cross_entropy(x, target, *, weight=None, reduction: str = "mean", spec: Spec | None = None):
+def binary_cross_entropy(
+    x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean", spec: Spec | None = None
+) -> Tree:
     """-(target log(x) + (1 - target) log(1 - x)), for probabilities x. Logarithms below -100 count as -100.
 
     x, target: from 0 to 1. weight: a factor for each entry, which broadcasts to x; in dimensions that are split it has
@@ -293,8 +300,14 @@ def binary_cross_entropy(x, target, *, weight=None, reduction: str = "mean", spe
 @api_boundary
 @layer
 def binary_cross_entropy_with_logits(
-    x, target, *, weight=None, reduction: str = "mean", pos_weight=None, spec: Spec | None = None
-):
+    x: Tree,
+    target: Any,
+    *,
+    weight: Any = None,
+    reduction: str = "mean",
+    pos_weight: Any = None,
+    spec: Spec | None = None,
+) -> Tree:
     """`binary_cross_entropy` of sigmoid(x), without overflow: (1 - target) x + log(1 + exp(-x)).
 
     pos_weight: a factor of the terms of positive targets, which broadcasts to x as weight does. The rest as
@@ -307,7 +320,9 @@ def binary_cross_entropy_with_logits(
 
 @api_boundary
 @layer
-def kl_div(x, target, *, reduction: str = "mean", log_target: bool = False, spec: Spec | None = None):
+def kl_div(
+    x: Tree, target: Any, *, reduction: str = "mean", log_target: bool = False, spec: Spec | None = None
+) -> Tree:
     """target (log(target) - x), for logarithms x of probabilities: the divergence of Kullback and Leibler.
 
     log_target: whether target has logarithms too. reduction: also "batchmean", the sum divided by the length of the
@@ -321,15 +336,15 @@ def kl_div(x, target, *, reduction: str = "mean", log_target: bool = False, spec
 @api_boundary
 @layer
 def poisson_nll_loss(
-    x,
-    target,
+    x: Tree,
+    target: Any,
     *,
     log_input: bool = True,
     full: bool = False,
     eps: float = 1e-8,
     reduction: str = "mean",
     spec: Spec | None = None,
-):
+) -> Tree:
     """exp(x) - target x, for the logarithm x of a Poisson distribution's mean; x - target log(x + eps) for the mean.
 
     log_input: whether x is the logarithm. full: with Stirling's approximation of log(target!) where target > 1.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_floating, as_number, cast, layer, normalized_axes, normalized_axis
 from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
@@ -125,16 +126,16 @@ def _parameters(where: str, weight: Any, bias: Any) -> Pair:
 @api_boundary
 @layer
 def layer_norm(
-    x,
-    weight=None,
-    bias=None,
+    x: Tree,
+    weight: Any = None,
+    bias: Any = None,
     eps: float = 1e-5,
     *,
     ndim: int = 1,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Tree:
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each row.
 
     A row is the last axis of x, or the last `ndim` axes; weight and bias have its shape, or are None. Arrays of NumPy,
@@ -158,15 +159,15 @@ def layer_norm(
 @api_boundary
 @layer
 def rms_norm(
-    x,
-    weight=None,
+    x: Tree,
+    weight: Any = None,
     eps: float = 1e-6,
     *,
     ndim: int = 1,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Tree:
     """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Zhang, Sennrich, 2019."""
     return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, spec, w_spec, shape, False)
 
@@ -175,7 +176,7 @@ def rms_norm(
 
 
 @api_boundary
-def merge_moments(counts, means, squares):
+def merge_moments(counts: Any, means: Any, squares: Any) -> Any:
     """The count, mean and sum of squared distances of several samples together, from those of each.
 
     The first axis counts the samples. Of no entries mean and squares are 0. Chan, Golub, LeVeque, "Updating formulae
@@ -188,7 +189,7 @@ def merge_moments(counts, means, squares):
 
 @api_boundary
 def moments(
-    x, axis: int | Sequence[int] | None = None, *, axis_name: AxisName | None = None, keepdims: bool = False
+    x: Any, axis: int | Sequence[int] | None = None, *, axis_name: AxisName | None = None, keepdims: bool = False
 ) -> tuple[Any, Any]:
     """The mean and the variance of x over some axes (None: all), and over the workers along axis_name.
 
@@ -220,9 +221,9 @@ def moments(
 
 @api_boundary
 def batch_norm(
-    x,
-    weight=None,
-    bias=None,
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
     running: tuple[Any, Any] | None = None,
     *,
     training: bool = True,
@@ -232,7 +233,7 @@ def batch_norm(
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias, by the mean and variance of each channel over all else.
 
     axis: that of the channels; weight and bias have its length, or are None. Arrays of NumPy, CuPy or PyTorch.
@@ -281,16 +282,16 @@ def _running(where: str, running: Any, training: bool) -> Pair:
 @api_boundary
 @layer
 def group_norm(
-    x,
+    x: Tree,
     groups: int,
-    weight=None,
-    bias=None,
+    weight: Any = None,
+    bias: Any = None,
     eps: float = 1e-5,
     *,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Tree:
     """Layer norm over groups of channels and all places, for each item of a batch.
 
     x: (batch, channels, ...); groups: a divisor of the channels; weight and bias: (channels,), or None. Arrays of
@@ -331,9 +332,9 @@ def _by_channels(
 
 @api_boundary
 def instance_norm(
-    x,
-    weight=None,
-    bias=None,
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
     eps: float = 1e-5,
     *,
     running: tuple[Any, Any] | None = None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local, namespace
@@ -45,7 +46,7 @@ _MODES = {
 
 @api_boundary
 def pad(
-    x,
+    x: Tree,
     widths: Any,
     mode: str = "constant",
     value: complex = 0,
@@ -53,7 +54,7 @@ def pad(
     spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
-):
+) -> Tree:
     """x with entries put around it, or cut off. x: an array of NumPy, CuPy or PyTorch, of any dimensions.
 
     widths: (low, high) for each dimension, the first dimension first, as np.pad has them; ((low, high),) or an int for

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError
 from spmd.functions.layouts import as_operand, checked_target
 from spmd.functions.local import local, namespace
@@ -29,7 +30,7 @@ Window = tuple[Ints, Ints, tuple[tuple[int, int], ...], Ints]
 
 @api_boundary
 def max_pool(
-    x,
+    x: Any,
     window: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -40,7 +41,7 @@ def max_pool(
     spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
-):
+) -> Any:
     """The largest entry of every window. x: (N, C, *spatial), floating, of one to three spatial dimensions; an array of
     NumPy, CuPy or PyTorch.
 
@@ -77,7 +78,7 @@ def max_pool(
 
 @api_boundary
 def avg_pool(
-    x,
+    x: Tree,
     window: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -89,7 +90,7 @@ def avg_pool(
     spec: Spec | None = None,
     shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
-):
+) -> Tree:
     """The mean of every window. x: (N, C, *spatial), floating or complex, of one to three spatial dimensions; an array
     of NumPy, CuPy or PyTorch.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import layer
 from spmd.functions.layouts import (
@@ -38,15 +39,15 @@ Shape = tuple[int, ...]
 @api_boundary
 @layer
 def linear(
-    x,
-    w,
-    bias=None,
+    x: Tree,
+    w: Any,
+    bias: Any = None,
     *,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Tree:
     """y = x wᵀ + bias, for features in the last dimension of x.
 
     x: (..., in_features). w: (out_features, in_features). bias: (out_features,), or None; it lies as the first

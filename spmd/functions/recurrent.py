@@ -37,12 +37,12 @@ __all__ = ["gru", "lstm", "rnn"]
 @api_boundary
 @layer
 def rnn(
-    x,
-    h0,
+    x: Any,
+    h0: Any,
     params: Mapping[str, Any],
     *,
     nonlinearity: str = "tanh",
-    lengths=None,
+    lengths: Any = None,
     batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
@@ -50,7 +50,7 @@ def rnn(
     microbatches: int | None = None,
     dropout: float = 0.0,
     key: Any = None,
-):
+) -> Any:
     """Layers of h_t = tanh(x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh), over the first dimension of x: `y, h = rnn(...)`.
 
     x: (time, batch, features). h0: (layers * directions, batch, hidden), or None for zeros. Arrays of NumPy, CuPy or
@@ -95,11 +95,11 @@ def rnn(
 @api_boundary
 @layer
 def lstm(
-    x,
-    state,
+    x: Any,
+    state: Any,
     params: Mapping[str, Any],
     *,
-    lengths=None,
+    lengths: Any = None,
     batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
@@ -107,7 +107,7 @@ def lstm(
     microbatches: int | None = None,
     dropout: float = 0.0,
     key: Any = None,
-):
+) -> Any:
     """Layers of long short-term memory: `y, (h, c) = lstm(x, (h0, c0), params)`, as torch.nn.LSTM.
 
     i, f, o = sigmoid, g = tanh of x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh, in the order i, f, g, o;
@@ -144,11 +144,11 @@ def lstm(
 @api_boundary
 @layer
 def gru(
-    x,
-    h0,
+    x: Any,
+    h0: Any,
     params: Mapping[str, Any],
     *,
-    lengths=None,
+    lengths: Any = None,
     batch_sizes: Sequence[int] | None = None,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
@@ -156,7 +156,7 @@ def gru(
     microbatches: int | None = None,
     dropout: float = 0.0,
     key: Any = None,
-):
+) -> Any:
     """Layers of gated recurrent units: `y, h = gru(x, h0, params)`, as torch.nn.GRU.
 
     r, z = sigmoid of x_t W_ihᵀ + b_ih + h_(t-1) W_hhᵀ + b_hh; n = tanh(x_t W_inᵀ + b_in + r (h_(t-1) W_hnᵀ + b_hn)), in

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from spmd import kernels
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array
@@ -108,7 +109,7 @@ class Taps:
 
 
 @api_boundary
-def resample(x, taps: Taps, axis: int = -1):
+def resample(x: Tree, taps: Taps, axis: int = -1) -> Tree:
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of the taps that `plan_resize` gives. x: a
     block or a bare array of NumPy, CuPy or PyTorch.
 
@@ -166,7 +167,7 @@ def plan_resize(
 
 @api_boundary
 def resize(
-    x,
+    x: Tree,
     shape: Sequence[int] | None = None,
     method: str = "linear",
     *,
@@ -179,7 +180,7 @@ def resize(
     spec: Spec | None = None,
     in_shape: Sequence[int | None] | None = None,
     out_spec: Spec | None = None,
-):
+) -> Tree:
     """x with other lengths, interpolated along each axis. x: floating or complex; an array of NumPy, CuPy or PyTorch.
 
     How long, by one of: shape, all lengths of the result, as in jax.image.resize; size, those of the spatial dimensions

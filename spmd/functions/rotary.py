@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.arguments import as_number
 from spmd.functions.layouts import dtype_of, spec_of_names
@@ -25,7 +26,9 @@ _WHERE = "spmd.functions.rope"
 
 
 @api_boundary
-def rope(x, positions=None, *, base: float = 10000.0, interleaved: bool = False, spec: Spec | None = None):
+def rope(
+    x: Tree, positions: Any = None, *, base: float = 10000.0, interleaved: bool = False, spec: Spec | None = None
+) -> Tree:
     """x with pairs of features turned by angles that grow with the position: rotary embedding.
 
     x: (..., n, d), d even, floating; arrays of NumPy, CuPy or PyTorch. Pair i of the entry at position p is turned by

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
@@ -32,7 +33,7 @@ __all__ = ["log_softmax", "logsumexp", "softmax", "softmin"]
 
 @api_boundary
 @layer
-def softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+def softmax(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None) -> Tree:
     """exp(x) / sum(exp(x)) along an axis, without overflow. Arrays of NumPy, CuPy or PyTorch.
 
     x: floating, of any shape with dimensions. dtype: to which x is converted before; None: that of x.
@@ -56,7 +57,7 @@ def softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
 
 @api_boundary
 @layer
-def log_softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+def log_softmax(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None) -> Tree:
     """x - log(sum(exp(x))) along an axis, without overflow: the logarithm of `softmax`.
 
     Arguments, cost and errors as `softmax`. Derivative's adjoint: g - softmax(x) * sum(g).
@@ -69,7 +70,7 @@ def log_softmax(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = Non
 
 @api_boundary
 @layer
-def softmin(x, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None):
+def softmin(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None) -> Tree:
     """`softmax` of -x: arguments, cost and errors are the same.
 
     >>> spmd.functions.softmin(-np.log([1.0, 2.0, 5.0]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.fourier.blocks import transformed
 from spmd.fourier.lines import Line, lowest_modes, result_shape
@@ -35,15 +36,15 @@ Shape = tuple[int, ...]
 @api_boundary
 @layer
 def spectral_conv(
-    x,
-    w,
+    x: Tree,
+    w: Any,
     modes: Sequence[int] | None = None,
     *,
     spec: Spec | None = None,
     w_spec: Spec | None = None,
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
-):
+) -> Tree:
     """The Fourier layer: y = irfftn(f), where f[n, o, k] = sum over c of w[c, o, k] rfftn(x)[n, c, k] for the lowest k.
 
     x: (N, in_channels, *space), real. w: (in_channels, out_channels, *modes), complex: in the last dimension of space

@@ -8,6 +8,7 @@ import numpy as np
 
 from spmd import kernels
 from spmd.autodiff.registry import primitive
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_array, cast
@@ -52,7 +53,7 @@ def _stencil_weights(g, x, *, offsets, padding) -> Any:
 
 
 @api_boundary
-def stencil(x, offsets, weights, padding: Any = 0):
+def stencil(x: Tree, offsets: Any, weights: Any, padding: Any = 0) -> Tree:
     """y[i] = sum over k of weights[k] * x[i + offsets[k]], for each i for which all offsets lie inside x.
 
     x: floating or complex; the offsets are along its last dimensions. offsets: tuples of an int per dimension. weights:

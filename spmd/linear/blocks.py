@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -69,11 +69,11 @@ class VStack(_Blocks):
             check_fit("below", op.domain, operators[0].domain, "B that takes")
 
     @property
-    def domain(self):
+    def domain(self) -> Any:
         return self.operators[0].domain
 
     @property
-    def range(self):
+    def range(self) -> Any:
         return tuple(op.range for op in self.operators)
 
     def _apply(self, x):
@@ -91,11 +91,11 @@ class HStack(_Blocks):
             check_fit("beside", op.range, operators[0].range, "B that gives")
 
     @property
-    def domain(self):
+    def domain(self) -> Any:
         return tuple(op.domain for op in self.operators)
 
     @property
-    def range(self):
+    def range(self) -> Any:
         first = self.operators[0].range
         dtype = np.result_type(*(dtype_of(op.range) for op in self.operators))
         return tree.map(lambda s: s.of(dtype), first)
@@ -114,11 +114,11 @@ class BlockDiagonal(_Blocks):
     __slots__ = ()
 
     @property
-    def domain(self):
+    def domain(self) -> Any:
         return tuple(op.domain for op in self.operators)
 
     @property
-    def range(self):
+    def range(self) -> Any:
         return tuple(op.range for op in self.operators)
 
     def _apply(self, x):

@@ -117,7 +117,7 @@ def _short_name(f: Callable) -> str:
 
 @api_boundary
 def linear_operator(
-    f: Callable,
+    f: Callable[..., Any],
     in_specs: Any,
     out_specs: Any,
     *,
@@ -126,7 +126,7 @@ def linear_operator(
     like: Any = None,
     params: Any = None,
     param_specs: Any = P(),  # noqa: B008 - a spec is immutable
-    adjoint: Callable | None = None,
+    adjoint: Callable[..., Any] | None = None,
     mesh: Mesh | None = None,
 ) -> LinearOperator:
     """An operator on global arrays from the body of a linear map.

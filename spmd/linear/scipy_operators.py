@@ -50,7 +50,9 @@ class _SciPy(Base):
 
 
 @api_boundary
-def from_scipy(op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape=None, out_shape=None, mesh=None):
+def from_scipy(
+    op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape: Any = None, out_shape: Any = None, mesh: Any = None
+) -> Any:
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 
     op: of shape (m, n); A.H needs its adjoint (rmatvec). in_spec, out_spec: the layouts of argument and result;

@@ -31,7 +31,7 @@ __all__ = ["cond", "while_loop"]
 
 
 @api_boundary
-def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> Any:
+def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
     """`true_fun(*operands)` where pred is true, else `false_fun(*operands)`, as `jax.lax.cond`.
 
     pred: a boolean without dimensions: a number, an array of a body, or a global array. operands: pytrees of arrays.
@@ -85,7 +85,7 @@ def cond(pred: Any, true_fun: Callable, false_fun: Callable, *operands: Any) -> 
 
 
 @api_boundary
-def while_loop(cond_fun: Callable, body_fun: Callable, init_val: Any) -> Any:
+def while_loop(cond_fun: Callable[..., Any], body_fun: Callable[..., Any], init_val: Any) -> Any:
     """`while cond_fun(val): val = body_fun(val)`, as `jax.lax.while_loop`.
 
     init_val: a pytree of arrays and numbers, which keep structure, shape, dtype, and state or layout.

@@ -27,7 +27,7 @@ __all__ = ["fori_loop", "scan"]
 
 @api_boundary
 def scan(
-    f: Callable,
+    f: Callable[..., Any],
     init: Any,
     xs: Any = None,
     length: int | None = None,
@@ -74,7 +74,7 @@ def scan(
 
 
 @api_boundary
-def fori_loop(lower: int, upper: int, body_fun: Callable, init_val: Any, *, checkpoint: Any = None) -> Any:
+def fori_loop(lower: int, upper: int, body_fun: Callable[..., Any], init_val: Any, *, checkpoint: Any = None) -> Any:
     """`for i in range(lower, upper): val = body_fun(i, val)`, as `jax.lax.fori_loop`.
 
     body_fun: `body_fun(i, val)` returns the next val; i is an integer array without dimensions. lower, upper: integers.

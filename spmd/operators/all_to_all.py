@@ -12,13 +12,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Called, Operator, Tree, named
+from spmd.operators.base import Called, Operator, named
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, given_sizes, normal_axis, split_ways
@@ -218,7 +219,16 @@ class AddRows(Combine):
         return f"{self.rows} rows of zeros, to which rows from members {', '.join(map(str, self.pieces))} are added"
 
 
-def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name: AxisName):
+def ragged_all_to_all(
+    operand: Any,
+    output: Any,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    *,
+    axis_name: Any,
+) -> Any:
     """Pieces of any number of rows from every worker to every other along axis_name, written into `output`.
 
     operand: the block to send from. output: the block whose rows are replaced by those that arrive. Both have the same

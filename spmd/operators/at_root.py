@@ -41,7 +41,7 @@ __all__ = ["at_root"]
 _WHERE = "spmd.at_root"
 
 
-def at_root(f: Callable, *xs, axis_name: AxisName, root: int = 0) -> Any:
+def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0) -> Any:
     """f(*xs), run by the worker at place `root` along axis_name only: as Rooted values.
 
     f: a function of arrays, which may print, read and write files, and branch on values; of collectives it may use

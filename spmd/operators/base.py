@@ -37,8 +37,6 @@ __all__ = ["Called", "Collective", "Linear", "Operator", "each_leaf", "move", "n
 NUMBERS = (bool, int, float, complex)
 
 C = TypeVar("C", bound="Collective")
-Tree = TypeVar("Tree")
-"""An array or a tree of arrays, whose type a function keeps."""
 
 
 Number = int | float | complex

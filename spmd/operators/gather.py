@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import StateError
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, Tree
+from spmd.operators.base import Operator
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, check_length, given_sizes, normal_axis, split_ways

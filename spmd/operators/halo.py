@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.device import copied, empty
 from spmd.errors import LayoutError, MeshError
 from spmd.layout import P
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, Tree
+from spmd.operators.base import Operator
 from spmd.operators.halo_arguments import as_tuples, balanced, checked_spec
 from spmd.operators.halo_base import Halo, lengths_learnt
 from spmd.operators.halo_combine import (

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, describe
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, Tree, named
+from spmd.operators.base import Operator, named
 from spmd.operators.memo import interned, memoised, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.transport.call import Call, Group, Shape

@@ -14,6 +14,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.devices import beside
 from spmd.autodiff.dtypes import kind_of_dtype, least, mean_dtype, most
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tracer import Array, value_of
 from spmd.device import contiguous
@@ -22,7 +23,7 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Collective, Tree, each_leaf, move, named
+from spmd.operators.base import Collective, each_leaf, move, named
 from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary, reduce_to_all

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from spmd.autodiff.signatures import Tree
 from spmd.errors import LayoutError, MeshError, describe
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, Tree
+from spmd.operators.base import Operator
 from spmd.operators.memo import interned, memoised
 from spmd.operators.sums import unmoved
 from spmd.plan import Move, plan

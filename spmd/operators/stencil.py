@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from spmd import kernels
+from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import Array
 from spmd.device import contiguous
 from spmd.errors import LayoutError, SpecError, describe
@@ -25,7 +26,7 @@ from spmd.kernels.windows import reach
 from spmd.layout import P
 from spmd.mesh import here
 from spmd.operators.apply import operate
-from spmd.operators.base import Operator, Tree
+from spmd.operators.base import Operator
 from spmd.operators.halo import HaloExchange
 from spmd.operators.halo_arguments import checked_spec
 from spmd.operators.halo_combine import FillHalo

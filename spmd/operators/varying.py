@@ -221,7 +221,7 @@ class _Verification:
 
 
 @api_boundary
-def varying(a, axis_name: str | Sequence[str]):
+def varying(a: Any, axis_name: str | Sequence[str]) -> Any:
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
     a: a bare array, a number, or an array of the body (which is varied). Gives an array that varies over the axis.
@@ -242,7 +242,7 @@ def varying(a, axis_name: str | Sequence[str]):
 
 
 @api_boundary
-def block(x) -> np.ndarray:
+def block(x: Any) -> np.ndarray:
     """The bare read-only data of an undifferentiated array of a body: to print it, or to use any library on it.
 
     On a mesh of a GPU it is an array of CuPy, which no flag protects: it is not to be written to.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import layout_of
+from spmd.array import PartitionedArray, layout_of
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.kernels.cpu.chunks import accurate
@@ -40,14 +40,14 @@ def _check_order(where: str, **numbers: Any) -> None:
 
 @api_boundary
 def bits(
-    key,
+    key: Any,
     shape: Shape = NO_SHAPE,
     dtype: Any = np.uint32,
     *,
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-):
+) -> PartitionedArray:
     """Random integers over the full range of a dtype, uint32 or uint64."""
     where = "spmd.random.bits"
     checked = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
@@ -58,7 +58,7 @@ def bits(
 
 @api_boundary
 def uniform(
-    key,
+    key: Any,
     shape: Shape = NO_SHAPE,
     dtype: Any = float,
     minval: float = 0.0,
@@ -67,7 +67,7 @@ def uniform(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-):
+) -> PartitionedArray:
     """Uniformly distributed numbers in [minval, maxval)."""
     where, dtype = "spmd.random.uniform", checked_float("spmd.random.uniform", dtype)
     _check_order(where, minval=minval, maxval=maxval)
@@ -85,8 +85,14 @@ def uniform(
 
 @api_boundary
 def normal(
-    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
-):
+    key: Any,
+    shape: Shape = NO_SHAPE,
+    dtype: Any = float,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
+) -> PartitionedArray:
     """Normally distributed numbers with mean 0 and variance 1."""
     where = "spmd.random.normal"
     return draw(where, key, "random_normal", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
@@ -94,7 +100,7 @@ def normal(
 
 @api_boundary
 def truncated_normal(
-    key,
+    key: Any,
     lower: float,
     upper: float,
     shape: Shape = NO_SHAPE,
@@ -103,7 +109,7 @@ def truncated_normal(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-):
+) -> PartitionedArray:
     """Normally distributed numbers, conditioned to lie between lower and upper (which may be infinite).
 
     The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are available.
@@ -125,8 +131,14 @@ def truncated_normal(
 
 @api_boundary
 def exponential(
-    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
-):
+    key: Any,
+    shape: Shape = NO_SHAPE,
+    dtype: Any = float,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
+) -> PartitionedArray:
     """Exponentially distributed numbers with mean 1."""
     where = "spmd.random.exponential"
     return draw(where, key, "random_exponential", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
@@ -134,15 +146,23 @@ def exponential(
 
 @api_boundary
 def gumbel(
-    key, shape: Shape = NO_SHAPE, dtype: Any = float, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
-):
+    key: Any,
+    shape: Shape = NO_SHAPE,
+    dtype: Any = float,
+    *,
+    spec: Any = None,
+    mesh: Mesh | None = None,
+    like: Any = None,
+) -> PartitionedArray:
     """Gumbel-distributed numbers."""
     where = "spmd.random.gumbel"
     return draw(where, key, "random_gumbel", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
 
 @api_boundary
-def bernoulli(key, p=0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None):
+def bernoulli(
+    key: Any, p: Any = 0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
+) -> PartitionedArray:
     """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape.
 
     shape: by default that of like, else that of p. A global p, without spec and like, stands for like.
@@ -187,7 +207,7 @@ def _check_probabilities(where: str, p: Any) -> None:
 
 @api_boundary
 def randint(
-    key,
+    key: Any,
     shape: Shape,
     minval: int,
     maxval: int,
@@ -196,7 +216,7 @@ def randint(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-):
+) -> PartitionedArray:
     """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval)."""
     where = "spmd.random.randint"
     dtype = checked_dtype(where, dtype, "an integer dtype", "int")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 
@@ -35,14 +36,14 @@ def key(seed: int) -> np.ndarray:
 
 
 @api_boundary
-def split(key, num: Shape = 2):
+def split(key: Any, num: Shape = 2) -> Any:
     """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up."""
     shape = (*checked_shape("spmd.random.split", num, "num"), 2)
     return draw("spmd.random.split", key, "random_bits", np.uint32, Place(shape), SPLIT_STREAM)
 
 
 @api_boundary
-def fold_in(key, data):
+def fold_in(key: Any, data: Any) -> Any:
     """A new key from a key and an integer from 0 to 2^62, such as a step, a layer, or `spmd.axis_index`."""
     where, bare = "spmd.random.fold_in", value_of(data)
     try:

@@ -16,7 +16,7 @@ __all__ = ["like"]
 
 
 @api_boundary
-def like(x, spec: P) -> Layout:
+def like(x: Any, spec: P) -> Layout:
     """The layout of the global array of which x is this worker's block, split by spec: to draw numbers of its shape.
 
         noise = spmd.random.normal(key, layout.shape, x.dtype, spec=layout)    # layout = spmd.random.like(x, P("data"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.array import PartitionedArray
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.global_ops.call import global_value
 from spmd.global_ops.resharding import reshard
@@ -24,7 +25,7 @@ __all__ = ["categorical", "choice", "permutation"]
 
 
 @api_boundary
-def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
+def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None) -> PartitionedArray:
     """A class for each row, with probabilities softmax(logits) along an axis, by the Gumbel-max method.
 
     spec: in a body, the split of the whole logits; the axis must be whole. Outside of bodies, how to lay logits out;
@@ -59,7 +60,7 @@ def categorical(key, logits, axis: int = -1, *, spec: P | None = None):
 
 
 @api_boundary
-def permutation(key, x):
+def permutation(key: Any, x: Any) -> Any:
     """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker."""
     n, x = _count_and_rows("spmd.random.permutation", "x", x)
     indices = _random_order(key, n)
@@ -91,7 +92,7 @@ def _random_order(key, n: int):
 
 
 @api_boundary
-def choice(key, a, shape: Shape = (), replace: bool = True, p: Any = None):
+def choice(key: Any, a: Any, shape: Shape = (), replace: bool = True, p: Any = None) -> Any:
     """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker."""
     where, shape = "spmd.random.choice", checked_shape("spmd.random.choice", shape)
     (n, rows), count = _count_and_rows(where, "a", a), math.prod(shape)

@@ -1,0 +1,161 @@
+"""What editors and type checkers are told: types, signatures, documentation and names.
+
+`tests/typed_programs/user_program.py` is a program of a user. pyright checks it in strict mode from a folder of its
+own, with an environment that has `spmd` as an editable install has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import pydoc
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spmd
+from spmd import P
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "tests" / "typed_programs" / "user_program.py"
+MODULES = (
+    *("spmd", "spmd.autodiff", "spmd.fft", "spmd.functions", "spmd.io", "spmd.linear", "spmd.numpy", "spmd.optim"),
+    *("spmd.random", "spmd.scipy", "spmd.solvers", "spmd.testing"),
+)
+
+WRONG = """
+import numpy as np
+import spmd
+from spmd import P
+
+def body(w: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return spmd.psum(w * x, "data")
+
+f = spmd.map(body, in_specs=(P(), P("data")), out_specs=P())
+a = np.ones(4)
+f(a)
+f(a, weights=a)
+f(a, "text")
+spmd.jit(f)(a)
+spmd.grad(f)(a)
+spmd.value_and_grad(f)(a, a, a)
+spmd.psum(a)
+spmd.psum(a, axis="data")
+spmd.relux(a)
+spmd.functions.gelu(a, approximat=True)
+spmd.random.normal(spmd.random.key(0), (4,), specs=P("data"))
+"""
+
+REVEALED = {
+    "spmd.map(body, in_specs=P(), out_specs=P())": "Mapped[(w: ndarray, x: ndarray), PartitionedArray]",
+    "spmd.jit(spmd.map(body, in_specs=P(), out_specs=P()))": "Jitted[(w: ndarray, x: ndarray), PartitionedArray]",
+    "spmd.grad(body)": "(ndarray, x: ndarray) -> ndarray",
+    "spmd.grad(body, (0, 1))": "(ndarray, ndarray) -> tuple[ndarray, ndarray]",
+    "spmd.value_and_grad(body, argnums=1)": "(w: ndarray, x: ndarray) -> tuple[ndarray, Any]",
+    "spmd.value_and_grad(with_aux, has_aux=True)": "(ndarray) -> tuple[tuple[ndarray, str], ndarray]",
+    "spmd.checkpoint(body)": "(w: ndarray, x: ndarray) -> ndarray",
+    "spmd.custom_vjp(body)": "custom_vjp[(w: ndarray, x: ndarray), ndarray]",
+    'spmd.psum({"w": a}, "data")': "dict[str, ndarray]",
+    "spmd.put({'w': a}, P())": "dict[str, ndarray]",
+    "spmd.put(a, P())": "PartitionedArray",
+    "spmd.put(2.0, P())": "PartitionedArray",
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """The Python of an environment whose path has the checkout as an editable install puts it there."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (libraries,) = folder.glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith("-packages")]
+    (libraries / "paths.pth").write_text("\n".join([str(ROOT / "src"), *others]))
+    return folder / "bin" / "python"
+
+
+def diagnostics(text: str, folder: Path, environment: Path) -> list[dict]:
+    (folder / "program.py").write_text(text)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "pythonVersion": "3.11"}')
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", environment, "program.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.stdout.startswith("{"), done.stderr
+    return json.loads(done.stdout)["generalDiagnostics"]
+
+
+def test_program_of_a_user_has_no_error_in_strict_mode(environment, tmp_path):
+    found = diagnostics(PROGRAM.read_text(), tmp_path, environment)
+    assert not found, "\n".join(f"{d['range']['start']['line'] + 1}: {d['message']}" for d in found)
+
+
+def test_program_of_a_user_runs(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, PROGRAM, tmp_path], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrong_calls_are_reported(environment, tmp_path):
+    found = diagnostics(WRONG, tmp_path, environment)
+    lines = {d["range"]["start"]["line"] for d in found if d["severity"] == "error"}
+    first = WRONG.split("\n").index("f(a)")
+    assert lines == set(range(first, WRONG.count("\n")))
+
+
+def test_types_of_results(environment, tmp_path):
+    head = (
+        "import numpy as np\nimport spmd\nfrom spmd import P\na: np.ndarray = np.ones(4)\n"
+        "def body(w: np.ndarray, x: np.ndarray) -> np.ndarray: return w * x\n"
+        'def with_aux(w: np.ndarray) -> tuple[np.ndarray, str]: return w, ""\n'
+    )
+    found = diagnostics(head + "".join(f"reveal_type({e})\n" for e in REVEALED), tmp_path, environment)
+    texts = [d["message"].split(" is ", 1)[1].strip('"') for d in found if d["severity"] == "information"]
+    plain = "ndarray[tuple[Any, ...], dtype[Any]]"
+    assert [text.replace(plain, "ndarray") for text in texts] == list(REVEALED.values())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dir_has_the_public_names_only(name):
+    module = importlib.import_module(name)
+    names = dir(module)
+    assert not [n for n in names if n.startswith("_")]
+    public = set(getattr(module, "__all__", ()))
+    assert public <= set(names)
+    # Beside the names of __all__: submodules, and names that are loaded on first use.
+    for extra in set(names) - public:
+        value = getattr(module, extra)
+        assert isinstance(value, types.ModuleType) or value.__module__.startswith("spmd.strategies"), extra
+
+
+@pytest.mark.parametrize("name", ["jit", "hessian", "scan", "all_gather", "save", "map", "grad", "stencil", "psum"])
+def test_functions_have_signatures_and_documentation(name):
+    """Those that are loaded on first use too."""
+    function = getattr(spmd, name)
+    parameters = inspect.signature(function).parameters
+    assert parameters
+    assert not any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    assert function.__doc__.split("\n")[0] in pydoc.plain(pydoc.render_doc(function))
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, spmd.jit, spmd.grad, spmd.value_and_grad], ids=["map", "jit", "grad", "value_and_grad"]
+)
+def test_a_map_has_the_signature_and_documentation_of_its_body(transform):
+    def body(w: np.ndarray, x: np.ndarray, scale: float = 1.0) -> np.ndarray:
+        """What it is for."""
+        return scale * w * x
+
+    mapped = transform(spmd.map(body, in_specs=P(), out_specs=P()))
+    assert list(inspect.signature(mapped).parameters) == ["w", "x", "scale"]
+    assert mapped.__doc__ == "What it is for."
+    assert mapped.__name__ == "body"
+
+
+def test_interactive_completion_offers_public_names():
+    jedi = pytest.importorskip("jedi")
+    for text, name in (("spmd.value_an", "value_and_grad"), ("spmd.functions.softm", "softmax"), ("spmd.ji", "jit")):
+        assert name in {c.name for c in jedi.Interpreter(text, [{"spmd": spmd}]).complete()}
