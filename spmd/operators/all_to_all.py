@@ -227,7 +227,7 @@ def ragged_all_to_all(
     output_offsets: Any,
     recv_sizes: Any,
     *,
-    axis_name: Any,
+    axis_name: AxisName,
 ) -> Any:
     """Pieces of any number of rows from every worker to every other along axis_name, written into `output`.
 
@@ -277,15 +277,19 @@ def ragged_all_to_all(
     for (x, y), n, leaf in zip(pairs, rows, leaves, strict=True):
         called = Called("ragged_all_to_all", leaf)
         arrived = operate(RaggedAllToAll(names, pieces, n, called=called), x, frame)
-        replaced = np.zeros((n[1],) + (1,) * (np.ndim(y) - 1), bool)
-        for at, size in received.reshape(-1, 2).tolist():
-            replaced[at : at + size] = True
-        other = frontend(x)
-        if other is not None:
-            results.append(other.where(varying(replaced, names), arrived, y))
-        else:
-            results.append(read_only(np.where(varying(replaced, names), arrived, y)))
+        results.append(_placed(arrived, y, received.reshape(-1, 2).tolist(), x, names))
     return tree.unflatten(treedef, results)
+
+
+def _placed(arrived: Any, y: Any, rows: Sequence[Sequence[int]], x: Any, names: tuple[str, ...]) -> Any:
+    """y, with the rows that arrived in place of its own. rows: where they begin, and how many they are."""
+    replaced = np.zeros((np.shape(y)[0],) + (1,) * (np.ndim(y) - 1), bool)
+    for at, size in rows:
+        replaced[at : at + size] = True
+    other = frontend(x)
+    if other is not None:
+        return other.where(varying(replaced, names), arrived, y)
+    return read_only(np.where(varying(replaced, names), arrived, y))
 
 
 def _pieces(group: Group, numbers: dict[str, np.ndarray], sent: np.ndarray, received: np.ndarray) -> tuple[Piece, ...]:
