@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
+    from spmd.profiling import profile
     from spmd.testing import check_adjoint
     from spmd.window import plan_needs, plan_transposed, plan_window
     from spmd.window_nd import plan_windows
@@ -147,6 +148,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "profile",
     "pshuffle",
     "pslice",
     "psum",
@@ -205,6 +207,7 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.inner_product": ("inner", "norm"),
             "spmd.io": ("ShapeDtypeStruct", "load", "save"),
             "spmd.jitted_functions": ("jit",),
+            "spmd.profiling": ("profile",),
             "spmd.testing": ("check_adjoint",),
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),

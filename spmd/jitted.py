@@ -127,7 +127,7 @@ class Jitted(MappedBody, Generic[Parameters, Result]):
 
     def _replay_mesh(self, flat: list) -> Mesh | None:
         """The mesh to replay programs on; None where the body has to run because something observes it."""
-        if WORKER.get() is not None or LEDGERS.get() or FINITE.get() or WATCHING.get() or REPLICAS.get():
+        if not LEDGERS.get().replays or WORKER.get() is not None or FINITE.get() or WATCHING.get() or REPLICAS.get():
             return None
         if autodiff_apply.looked_at or RECORDING.get() is not None or Array in map(type, flat):
             return None

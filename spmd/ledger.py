@@ -5,10 +5,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
-from spmd.transport.call import LEDGERS
+from spmd.transport.algorithms.cost import Cost
+from spmd.transport.call import LEDGERS, Observer, Origin, begin_observing
 
-__all__ = ["Ledger", "Record", "ledger"]
+__all__ = ["Ledger", "Record", "Row", "ledger", "short_line"]
+
+
+class Row(NamedTuple):
+    """What one line of a program sends by one operator, of one worker.
+
+    line: `file.py:12 in f`; of a backward sweep the line of the forward call, of sums of gradients the line that asks
+    for them. direction: "forward" or "backward". times: applications of the operator. messages, bytes: what the
+    collectives send. declared: the bytes that the plans of the operator say.
+    """
+
+    line: str
+    operator: str
+    axes: tuple[str, ...]
+    direction: str
+    times: int
+    messages: int
+    bytes: int
+    declared: int
+
+
+class _Counts:
+    """The counts of a row."""
+
+    __slots__ = ("declared", "messages", "nbytes", "origin", "times")
+
+    def __init__(self, origin: Origin):
+        self.origin = origin
+        self.times = self.messages = self.nbytes = self.declared = 0
+
+    def row(self) -> Row:
+        origin = self.origin
+        counts = self.times, self.messages, self.nbytes, self.declared
+        return Row(origin.line, origin.operator, origin.axes, origin.direction, *counts)
 
 
 class Record:
@@ -16,8 +51,7 @@ class Record:
 
     messages, bytes: what the worker sends by the algorithms that are chosen for messages, also where workers share
     memory (docs/explanation/costs.md). Not counted: headers, shapes that are asked for, and
-    what a map agrees on at its end.
-    rounds: how often it sends or receives.
+    what a map agrees on at its end. rounds: how often it sends or receives.
     """
 
     def __init__(self) -> None:
@@ -27,12 +61,27 @@ class Record:
         self.messages = 0
         self.bytes = 0
         self.rounds = 0
+        self._by_origin: dict[Any, _Counts] = {}
+
+    def counts(self, origin: Origin) -> _Counts:
+        """The counts of what comes from there."""
+        key = origin.key
+        return self._by_origin.get(key) or self._by_origin.setdefault(key, _Counts(origin))
+
+    def rows(self) -> list[Row]:
+        """The counts by line, operator, axes and direction, in the order of the first calls."""
+        merged: dict[Any, Row] = {}
+        for row in (counts.row() for counts in self._by_origin.values()):
+            before = merged.get(row[:4])  # several calls of one line
+            merged[row[:4]] = row if before is None else Row(*row[:4], *map(sum, zip(before[4:], row[4:], strict=True)))
+        return list(merged.values())
 
 
-class Ledger:
+class Ledger(Observer):
     """The counts of the workers of this process.
 
-    operators, verbs, messages, bytes, rounds: of the first of them: worker 0 of virtual workers, its own under MPI.
+    operators, verbs, messages, bytes, rounds, rows: of the first of them: worker 0 of virtual workers, its own under
+    MPI.
     """
 
     def __init__(self) -> None:
@@ -41,19 +90,24 @@ class Ledger:
     def _record(self, worker: int) -> Record:
         return self.workers.get(worker) or self.workers.setdefault(worker, Record())
 
-    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None:
+    def operator(self, worker: int, origin: Origin) -> None:
         """Count an application of an operator."""
         record = self._record(worker)
-        record.operators[name] += 1
-        record.axes[name, axes] += 1
+        record.operators[origin.operator] += 1
+        record.axes[origin.operator, origin.axes] += 1
+        record.counts(origin).times += 1
 
-    def verb(self, worker: int, verb: str, messages: int, nbytes: int, rounds: int = 0) -> None:
+    def verb(self, worker: int, verb: str, cost: Cost, declared: Cost, origin: Origin) -> None:
         """Count a use of a transport verb."""
         record = self._record(worker)
         record.verbs[verb] += 1
-        record.messages += messages
-        record.bytes += nbytes
-        record.rounds += rounds
+        record.messages += cost.messages
+        record.bytes += cost.nbytes
+        record.rounds += cost.rounds
+        counts = record.counts(origin)
+        counts.messages += cost.messages
+        counts.nbytes += cost.nbytes
+        counts.declared += declared.nbytes
 
     @property
     def first(self) -> Record:
@@ -80,17 +134,40 @@ class Ledger:
     def rounds(self) -> int:
         return self.first.rounds
 
+    def rows(self) -> list[Row]:
+        """A `Row` for each line, operator, axes and direction, in the order of the first calls."""
+        return self.first.rows()
+
     def __str__(self) -> str:
-        lines = [f"{'operator':16}{'times':>8}"]
-        lines += [f"{name:16}{n:8}" for name, n in sorted(self.operators.items())]
+        head = ("line", "operator", "axes", "direction", "times", "messages", "bytes", "declared")
+        rows = [head, *((short_line(r.line), r.operator, " ".join(r.axes), *map(str, r[3:])) for r in self.rows())]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
+        lines = [
+            "  ".join(x.ljust(w) if k < 4 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
         return "\n".join([*lines, f"{self.messages} messages, {self.bytes} bytes sent by one worker"])
+
+
+def short_line(line: str) -> str:
+    """`file.py:12 in f` without the folders."""
+    return line.rpartition("/")[2]
 
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Count operators, verbs, messages and bytes while the block runs: in maps it calls, or in the body around it."""
+    """Count operators, verbs, messages and bytes while the block runs: in maps it calls, or in the body around it.
+
+    `log.rows()` and `print(log)` tell them by the line of the program, the operator, the axes and the direction.
+
+        >>> total = spmd.map(lambda x: spmd.psum(x, "x"), in_specs=P("x"), out_specs=P())
+        >>> with spmd.Mesh(x=2), spmd.ledger() as log:
+        ...     y = total(np.arange(4.0))
+        >>> [(row.operator, row.axes, row.direction, row.times, row.bytes, row.declared) for row in log.rows()]
+        [('Sum', ('x',), 'forward', 1, 16, 16)]
+    """
     log = Ledger()
-    token = LEDGERS.set((*LEDGERS.get(), log))
+    token = begin_observing(log)
     try:
         yield log
     finally:

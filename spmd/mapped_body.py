@@ -90,10 +90,10 @@ class MappedBody:
 
     def execute(self, mesh: Mesh, key: Any, body: Callable[[Worker], Any], *, tracked: bool) -> Outcome:
         """Run body(worker) on every worker, with the scheduler that suits this map for runs with this key."""
-        number = next_turn(self.turns, key)
+        number, name = next_turn(self.turns, key), (self.where, key[0])
         if mesh.scheduler == "threads" or mesh.transport.name != "local" or RECORDING.get() is not None:
             with suspended():
-                return mesh.run(body, tracked=tracked, number=number, one_line=self.is_function)
+                return mesh.run(body, tracked=tracked, number=number, one_line=self.is_function, name=name)
         trial = self.trials.get((mesh, key))
         if trial is None:
             trial = self.trials[mesh, key] = SchedulerTrial()
@@ -101,7 +101,7 @@ class MappedBody:
         in_turns = scheduler == "lockstep"
         with suspended():
             how = ONE_BY_ONE if in_turns and trial.quiet else scheduler
-            outcome = mesh.run(body, tracked=tracked, scheduler=how, number=number)
+            outcome = mesh.run(body, tracked=tracked, scheduler=how, number=number, name=name)
         if in_turns:
             trial.quiet = outcome.switches == 0
         if mesh.scheduler == "auto" and (chosen := trial.learn(scheduler, outcome, mesh)):

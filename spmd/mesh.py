@@ -25,8 +25,9 @@ from spmd.spec_trees import REQUIRED
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Transport, checks_are_on
-from spmd.transport.call import Group
+from spmd.transport.call import LEDGERS, Group, Place, place_of
 from spmd.transport.handles import Outcome
+from spmd.transport.observing import observed_run
 from spmd.transport_choice import TransportRequest
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ class Worker:
     index: its number, last axis fastest. coordinates: its index along each axis. tracked: whether the arrays of the
     body carry their state. frontend: the array library of the body; None for NumPy. prepared: the collectives that
     lines of the body called in earlier runs, by line. program: the program that records this run; None if none does.
-    replicas: the values of this run that must be equal on several workers.
+    replicas: the values of this run that must be equal on several workers. recorded_at: in a backward sweep that is
+    observed, the line of the forward call whose adjoint runs.
     """
 
     __slots__ = (
-        *("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program", "replicas", "tracked"),
+        *("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program"),
+        *("recorded_at", "replicas", "tracked"),
     )
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool, replicas: Replicas):
@@ -62,6 +65,7 @@ class Worker:
         self.groups: dict[tuple[str, ...], Group] = {}
         self.prepared = mesh._prepared.setdefault(self.index, {})
         self.program: Program | None = None
+        self.recorded_at: Place | None = None
 
     def record(self, program: Program | None = None) -> Program:
         """Record every collective from now on in a program, a new one by default.
@@ -409,10 +413,12 @@ class Mesh(Summarised):
         scheduler: str | None = None,
         number: int = 0,
         one_line: bool = False,
+        name: Sequence[str] = (),
     ) -> Outcome:
         """Run body(worker) on every worker of this process. number: how many runs of this body came before. one_line:
-        all processes run it from one line of the user's program."""
+        all processes run it from one line of the user's program. name: the body, and the kind of run."""
         replicas, programs = Replicas(len(self.local_workers) < self.size, number), RECORDING.get()
+        called_at = place_of(sys._getframe()) if LEDGERS.get() else None
 
         def main(comm: Comm):
             if one_line:
@@ -422,7 +428,7 @@ class Mesh(Summarised):
                 worker.record(programs.of_worker(self, worker.index))
             token = WORKER.set(worker)
             try:
-                return body(worker)
+                return body(worker) if called_at is None else observed_run(worker, name, body, called_at)
             finally:
                 WORKER.reset(token)
 

@@ -56,6 +56,7 @@ LEVELS = [
     {"io"},
     {"bench"},
     {"ledger", "debug", "info", "doctor"},
+    {"profiling"},
     {"numpy", "plot", "scipy"},
     {"adjoints", "strategies"},
     {"testing", "pytest_plugin"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from spmd.operators.program_lines import write_down
 from spmd.operators.sums import Vary
 from spmd.operators.varying import admitted, outside, vary
 from spmd.state import State, state_of
-from spmd.transport.call import LEDGERS
+from spmd.transport.call import LEDGERS, Observer, Origin, Place, place_of
 from spmd.transport.handles import Done, Handle, read_only
 
 
@@ -51,7 +51,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         )
         if tape is None:
             return Array(block, prepared.state)
-        return _recorded(bound, x, block, prepared.state)
+        return _recorded(bound, x, block, prepared.state, place_of(frame) if LEDGERS.get() else None)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
@@ -130,7 +130,8 @@ def _apply(op: Collective, x, worker: Worker, frame) -> Callable[[], tuple[Any, 
 
     def finish_traced():
         ans, bound = inner()
-        return _recorded(bound, x, ans, op.out_state(x.state)), bound
+        place = place_of(frame) if LEDGERS.get() or worker.program is not None else None
+        return _recorded(bound, x, ans, op.out_state(x.state), place), bound
 
     return finish_traced
 
@@ -154,20 +155,53 @@ def _start(
     op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | None = None, borrowed: bool = False
 ) -> Handle:
     """`launch`: the handle, whose result is the new block and the bound operator."""
-    for ledger in LEDGERS.get():
-        ledger.operator(worker.index, type(op).__name__, op.axes)
+    observers = LEDGERS.get()
     if type(op) is Vary:
+        if observers:
+            place = worker.recorded_at or place_of(frame or sys._getframe())
+            direction = "forward" if worker.recorded_at is None else "backward"
+            _observe(observers, worker, Origin("Vary", op.axes, place, direction))
         return Done((x, op))
     if type(x) is not np.ndarray or not x.flags.c_contiguous:
         x = contiguous(x)
     group = worker.group(op.axes)
     op.check(group, x)
-    return op.start(worker.comm, group, x, call_of(op, x, worker, frame, needs_grad, borrowed))
+    call = call_of(op, x, worker, frame, needs_grad, borrowed)
+    if observers:
+        call = call.recorded(worker.recorded_at)
+        _observe(observers, worker, call.origin)
+    return op.start(worker.comm, group, x, call)
 
 
-def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
-    """The result of a traced array, on its tape."""
-    args = (None, bound, x.value, ans) if bound.keeps else (None, bound, None, None)
+def _observe(observers: Sequence[Observer], worker: Worker, origin: Origin) -> None:
+    for observer in observers:
+        observer.operator(worker.index, origin)
+
+
+class _Located:
+    """A collective on a tape, and the user's line that called it: observers name it in the backward sweep."""
+
+    __slots__ = ("function", "op", "place")
+
+    def __init__(self, op: Collective, place: Place):
+        self.op, self.place, self.function = op, place, op.function
+
+    def pull(self, g: Any, x: Any, y: Any) -> Any:
+        worker = here(f"spmd.{self.function}")
+        before, worker.recorded_at = worker.recorded_at, self.place
+        try:
+            return self.op.pull(g, x, y)
+        finally:
+            worker.recorded_at = before
+
+    def defer(self, sweep_state: dict, g: Any, leaf: Node) -> Any:
+        return self.op.defer(sweep_state, g, leaf)
+
+
+def _recorded(bound: Collective, x: Array, ans: Any, state: State, place: Place | None = None) -> Array:
+    """The result of a traced array, on its tape. place: the user's line, if an observer is to know it."""
+    op = bound if place is None else _Located(bound, place)
+    args = (None, op, x.value, ans) if bound.keeps else (None, op, None, None)
     if type(ans) is np.ndarray:
         shape, dtype = ans.shape, ans.dtype
     else:
@@ -181,9 +215,10 @@ def _recorded(bound: Collective, x: Array, ans: Any, state: State) -> Array:
 def move(op: Collective, g):
     """Apply an operator to a cotangent: its state is right by construction, so nothing is checked."""
     worker = WORKER.get() or here(f"spmd.{op.function}")
-    if type(op) is Vary and not LEDGERS.get():
-        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None)
-    frame = sys._getframe(1)
+    frame, observers = sys._getframe(1), LEDGERS.get()
+    if type(op) is Vary and observers.replays and worker.program is None:
+        place = worker.recorded_at or place_of(frame) if observers and type(g) is Array else None
+        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None, place)
     if type(g) is np.ndarray:
         prepared = prepared_for(op, g, None, worker, caller(frame))
         if prepared:
@@ -191,14 +226,14 @@ def move(op: Collective, g):
     return _apply(op, g, worker, frame)()[0]
 
 
-def _passed(op: Vary, x: Any, state: Any) -> Any:
+def _passed(op: Vary, x: Any, state: Any, place: Place | None) -> Any:
     """Varied to a state, which moves nothing: recorded where it is traced."""
     if type(x) is not Array:
         return x
     if x.tape is None:
         return Array(x.value, state)
     value = x.value
-    return _recorded(op, x, _passed(op, value, state) if type(value) is Array else value, state)
+    return _recorded(op, x, _passed(op, value, state, place) if type(value) is Array else value, state, place)
 
 
 _MOVE = Primitive(

@@ -11,13 +11,13 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.backward import is_sole_owner
 from spmd.autodiff.staging.program import COMM
-from spmd.autodiff.tape import Place
+from spmd.autodiff.tape import Place as PlaceOfLeaf
 from spmd.device import contiguous
 from spmd.errors import caller
 from spmd.mesh import Worker
 from spmd.operators.memo import bounded
 from spmd.transport.base import Comm
-from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Shape
+from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Origin, Place, Shape, place_of
 from spmd.transport.handles import Done, Handle
 
 _BUCKET_NBYTES = 4 << 20
@@ -31,7 +31,7 @@ class _Bucket:
         self.worker = worker
         self.kind = kind
         self.blocks: list[np.ndarray] = []
-        self.places: list[Place | None] = []
+        self.places: list[PlaceOfLeaf | None] = []
         self.nbytes = 0
         self.handle: Handle | None = None
 
@@ -86,14 +86,17 @@ class DeferredSums:
         self.worker = worker
         self.unsent: dict[tuple[tuple[str, ...], np.dtype], _Bucket] = {}
 
-    def add(self, axes: tuple[str, ...], g, place: Place | None = None) -> _DeferredSum:
+    def add(self, axes: tuple[str, ...], g, place: PlaceOfLeaf | None = None) -> _DeferredSum:
         """Add a cotangent to the bucket of its group, which `begin` sends when it is full.
 
         place: that of its leaf among the differentiated arguments.
         """
         g = contiguous(g)
-        for ledger in LEDGERS.get():
-            ledger.operator(self.worker.index, "Sum", axes)
+        observers = LEDGERS.get()
+        if not observers.replays:
+            origin = Origin("Sum", axes, self._place(), "backward")
+            for observer in observers:
+                observer.operator(self.worker.index, origin)
         kind = (axes, g.dtype)
         bucket = self.unsent.get(kind)
         if bucket is None:
@@ -102,6 +105,11 @@ class DeferredSums:
         bucket.places.append(place)
         bucket.nbytes += g.nbytes
         return _DeferredSum(self, bucket)
+
+    def _place(self) -> Place:
+        """The line that asks for the gradients."""
+        place = place_of(sys._getframe())
+        return place if place[0] is not None else self.worker.comm.called_at or place
 
     def send_one(self, bucket: _Bucket) -> None:
         """Send an unsent bucket."""
@@ -119,7 +127,7 @@ _calls: dict[Any, Call] = {}
 
 
 def _call_of_bucket(
-    axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...], places: tuple[Place | None, ...]
+    axes: tuple[str, ...], dtype: np.dtype, shapes: tuple[Shape, ...], places: tuple[PlaceOfLeaf | None, ...]
 ) -> Call:
     """The call of a bucket, at the user's line that asks for gradients. Cached by line and bucket."""
     user = caller(sys._getframe(2))
@@ -130,11 +138,12 @@ def _call_of_bucket(
         size, listed = sum(map(math.prod, shapes)), ", ".join(str([*shape]) for shape in shapes)
         detail, leaf = f"gradients of shapes {listed}", _described_arguments(places)
         call = Call("psum", axes, dtype, (size,), detail=detail, same_shape=True, frame=user, leaf=leaf)
+        call.operator, call.backward = "Sum", True
         bounded(_calls)[key] = call  # The call keeps the code object alive, so its id stays unique.
     return call
 
 
-def _described_arguments(places: tuple[Place | None, ...]) -> tree.Leaf:
+def _described_arguments(places: tuple[PlaceOfLeaf | None, ...]) -> tree.Leaf:
     """The arguments of the gradients in a bucket, in the form that workers compare."""
     paths = [
         "a value" if place is None else f"argument {place[0]}{place[1].path if place[1] is not None else ''}"

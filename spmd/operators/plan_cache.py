@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from types import FrameType
 from typing import Any
 
@@ -11,13 +12,15 @@ import numpy as np
 from spmd.autodiff.admission import admit_dtype
 from spmd.errors import caller, describe
 from spmd.kernels import on_device
-from spmd.mesh import Worker
+from spmd.mesh import WORKER, Worker
 from spmd.operators.base import Called, Collective
 from spmd.operators.memo import bounded
+from spmd.operators.partial_comm import whole_comm
 from spmd.operators.sums import Vary
 from spmd.state import State
 from spmd.transport.base import Comm
 from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.observing import Costs, Sent, Use, origin_of
 from spmd.transport.plan import Plan, Plans, RunPlan, part_of
 
 
@@ -29,7 +32,7 @@ class Prepared:
     looked for. It keeps the operator, the dtype and the code alive, so that their ids stay unique.
     """
 
-    __slots__ = ("admitted", "assumed", "call", "dtype", "fast_run", "group", "op", "state", "tried")
+    __slots__ = ("admitted", "assumed", "call", "dtype", "fast_run", "group", "observed", "op", "state", "tried")
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
         self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
@@ -37,6 +40,7 @@ class Prepared:
         self.fast_run: Callable[[Any, np.ndarray, RunPlan], tuple[Any, Any]] | None = None
         self.assumed: Any = None
         self.tried = False
+        self.observed: ObservedCall | None = None
 
     def __call__(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
         """The new block, and the bound operator."""
@@ -106,6 +110,95 @@ class Steps:
         return result
 
 
+class ObservedCall:
+    """A prepared call that observers see, in the form of one.
+
+    costs: those of the general way, the last time: the fast way has the same. sent: what observers get of it, by the
+    line of the forward call. Observers that do not take replays see the general way each time.
+    """
+
+    __slots__ = ("admitted", "costs", "prepared", "sent", "state")
+
+    fast_run = None
+
+    def __init__(self, prepared: Prepared):
+        self.prepared, self.admitted, self.state = prepared, prepared.admitted, prepared.state
+        self.costs: Costs | None = None
+        self.sent: dict[Any, Sent] = {}
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> ObservedCall:
+        """The observed form of a prepared call."""
+        if prepared.observed is None:
+            prepared.observed = cls(prepared)
+        return prepared.observed
+
+    @property
+    def general_run(self) -> RunPlan:
+        """See `Prepared.general_run`."""
+        return self.prepared.general_run
+
+    def __call__(self, comm: Comm, x: np.ndarray, times: int = 1) -> tuple[Any, Any]:
+        """The new block, and the bound operator. times: how many operators it stands for."""
+        prepared, observers, inner = self.prepared, LEDGERS.get(), whole_comm(comm)
+        if self.costs is None or prepared.fast_run is None or not observers.replays or inner.use is not None:
+            return self._general(comm, x, times)
+        use: Use | None = None
+
+        def general_run(comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+            nonlocal use
+            use = Use(inner, observed_call(prepared.call), observers)
+            return use.timed(lambda: prepared.general_run(comm, x))
+
+        waited, start = inner.waited, perf_counter()
+        result = prepared.fast_run(comm, x, general_run)
+        phases = ((start, perf_counter(), inner.waited - waited),)
+        if use is not None:
+            self._learn(use)
+        sent = self._sent(inner)
+        for observer in observers:
+            observer.collective(inner, sent, phases)
+        return result
+
+    def _sent(self, comm: Comm) -> Sent:
+        """What observers get, for the line of the forward call."""
+        worker = WORKER.get()
+        place = None if worker is None else worker.recorded_at
+        key = place and (id(place[0]), place[1])
+        sent = self.sent.get(key)
+        if sent is None:
+            call = self.prepared.call.recorded(place)
+            sent = bounded(self.sent)[key] = Sent.of(call, origin_of(comm, call), self.costs or [])
+        return sent
+
+    def _learn(self, use: Use) -> None:
+        self.costs = use.costs
+        self.sent.clear()
+
+    def _general(self, comm: Comm, x: np.ndarray, times: int) -> tuple[Any, Any]:
+        """The general way, which shows the costs."""
+        prepared, observers, inner = self.prepared, LEDGERS.get(), whole_comm(comm)
+        use = Use(inner, observed_call(prepared.call), observers)
+        for observer in observers:
+            for _ in range(times):
+                observer.operator(inner.worker, use.origin)
+        if inner.use is not None:
+            return prepared.general_run(comm, x)
+        result = use.timed(lambda: prepared.general_run(comm, x))
+        use.end()
+        if observers.replays:
+            self._learn(use)
+            if not prepared.tried:
+                prepared._shorten(comm, x)
+        return result
+
+
+def observed_call(call: Call) -> Call:
+    """A call of this worker as observers see it: in a backward sweep it is at the line of the forward call."""
+    worker = WORKER.get()
+    return call if worker is None else call.recorded(worker.recorded_at)
+
+
 _ABOVE = object()
 """In place of what a line of the library's calls: the line of the user's above it is asked."""
 
@@ -122,7 +215,12 @@ def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Wor
     if prepared is _ABOVE:
         user = caller(frame)
         return None if user is frame else prepared_for(op, x, state, worker, user)
-    return None if not prepared or LEDGERS.get() or not x.flags.c_contiguous else prepared
+    if not prepared or not x.flags.c_contiguous:
+        return None
+    observers = LEDGERS.get()
+    if observers:
+        return ObservedCall.of(prepared) if observers.replays else None
+    return prepared
 
 
 def _prepare(
@@ -168,6 +266,7 @@ def call_of(op: Collective, x, worker: Worker, frame, needs_grad: list[bool] | N
             frame=user,
             leaf=called.leaf,
         )
+        call.operator, call.backward = type(op).__name__, bool(called.forward)
         call.borrowed, call.needs_grad, call.host = (
             borrowed,
             needs_grad,

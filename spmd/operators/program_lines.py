@@ -20,10 +20,10 @@ from spmd.layout import offsets
 from spmd.mesh import Worker
 from spmd.operators.base import Collective
 from spmd.operators.partial_comm import whole_comm
-from spmd.operators.plan_cache import Prepared, call_of
+from spmd.operators.plan_cache import ObservedCall, Prepared, call_of, observed_call
 from spmd.operators.sums import Sum
 from spmd.transport.base import Comm
-from spmd.transport.call import LEDGERS, Call, CallOfMany, Group
+from spmd.transport.call import LEDGERS, Call, CallOfMany, Group, Observers
 
 __all__ = ["write_down"]
 
@@ -43,20 +43,12 @@ class CollectiveLine:
     def __call__(self, comm: Comm, x: Any) -> Any:
         prepared = self.prepared
         if LEDGERS.get():
-            block, self.bound = self._counted(comm, contiguous(x))
+            block, self.bound = ObservedCall.of(prepared)(comm, contiguous(x), self.times)
         elif prepared.fast_run is None or type(x) is not np.ndarray or not x.flags.c_contiguous:
             block, self.bound = prepared(comm, contiguous(x))
         else:
             block, self.bound = prepared.fast_run(comm, x, prepared.general_run)
         return block
-
-    def _counted(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-        """The new block, and the bound operator, counted in ledgers. The fast way does not count."""
-        prepared = self.prepared
-        for ledger in LEDGERS.get():
-            for _ in range(self.times):
-                ledger.operator(comm.worker, type(prepared.op).__name__, prepared.op.axes)
-        return prepared.general_run(comm, x)
 
     def __spmd_joined__(self, others: Sequence[CollectiveLine]) -> PackedSum:
         return PackedSum([self, *others])
@@ -103,7 +95,7 @@ def write_down(op: Collective, x: Any, worker: Worker, frame: FrameType | None) 
     assert program is not None
     like, group = contiguous(slot_of(x)), worker.group(op.axes)
     op.check(group, like)
-    call = call_of(op, like, worker, frame, None, False)
+    call = observed_call(call_of(op, like, worker, frame, None, False))
     line = CollectiveLine(Prepared(op, like.dtype, group, call, None), op.function)
     block = program.call(line, (COMM, x), effect=True, comm=worker.comm)
     if type(op) is Sum and group.size > 1:
@@ -134,7 +126,7 @@ def _all(flag: bool, comm: Comm, group: Group, frame: FrameType | None) -> bool:
     asked = np.array([flag], np.int64)
     detail, user = "whether it can join sums", caller(frame)
     call = Call("psum", group.axes, asked.dtype, (1,), detail=detail, same_shape=True, frame=user)
-    token = LEDGERS.set(())
+    token = LEDGERS.set(Observers())
     try:
         return bool(comm.all_reduce(group, call, asked, "min").wait()[0])
     finally:

@@ -11,7 +11,9 @@ same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,9 +22,10 @@ import numpy as np
 from spmd.settings import setting
 from spmd.transport.algorithms.cost import NOTHING, Cost
 from spmd.transport.algorithms.neighbours import Near
-from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.call import LEDGERS, Call, Group, Place
 from spmd.transport.costs import cost_of, cost_of_sums
 from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
+from spmd.transport.observing import Use, count, observed
 from spmd.transport.plan import NeedsLengths, Plan, RunPlan, part_of
 
 __all__ = ["Comm", "Transport", "checks_are_on"]
@@ -45,6 +48,12 @@ class Comm(ABC):
     number: int = 0
     """The number of collectives so far. Members of a group compare it, which detects workers that use two groups in
     another order, although each rendezvous by itself looks right."""
+    use: Use | None = None
+    """The collective that this worker is in, while it is observed."""
+    called_at: Place | None = None
+    """Then the line that runs the body."""
+    waited: float = 0.0
+    """The seconds in which it has waited for others, inside `timed`."""
 
     def from_one_line(self, frame: FrameType) -> None:  # noqa: B027 (one process has nothing to compare)
         """All members run from one line of the user's program, which stands above `frame`: processes compare it with
@@ -56,13 +65,27 @@ class Comm(ABC):
         Every member of the group runs its own plan of the same kind. The cost is the plan's.
         """
         if isinstance(plan, NeedsLengths):
+            observers = LEDGERS.get()
+            if observers:
+                start = partial(self._run_with_lengths, plan, call, x)
+                return observed(self, call, observers, start)
             return self._run_with_lengths(plan, call, x)
         if plan.kind == "none":
             blocks = [part_of(x, part) for part in plan.parts]
             return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
-        if LEDGERS.get():
-            return self._counted_plan(plan, x, self._run(plan, call, x))
+        observers = LEDGERS.get()
+        if observers:
+            start = partial(self._counted_run, plan, call, x)
+            return observed(self, call, observers, start)
         return self._run(plan, call, x)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the seconds in which this worker waits for others, in `waited`."""
+        yield
+
+    def _counted_run(self, plan: Plan, call: Call, x: Any) -> Handle:
+        return self._counted_plan(plan, x, self._run(plan, call, x))
 
     def _counted_plan(self, plan: Plan, x: Any, handle: Handle) -> Handle:
         """Count what is really sent: `plan.costs` must be the same. Where the root alone knows what goes, the others
@@ -74,16 +97,17 @@ class Comm(ABC):
 
     def _count_plan(self, plan: Plan, x: Any) -> None:
         in_parts = plan.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange")
-        self._count_verb(plan.kind, plan.group, x, plan.sends(x) if in_parts else None, plan.root)
+        declared = plan.costs(self.members_per_host(plan.group))
+        self._count_verb(plan.kind, plan.group, x, plan.sends(x) if in_parts else None, plan.root, declared)
 
     def _counted_at_end(
         self, kind: str, group: Group, dtype: np.dtype, root: int, handle: Handle, block: Callable[[Any], Any]
     ) -> Handle:
         """Count what has come from the root. block: gives the block of the result."""
-        count, per_host = self._counter(kind), self.members_per_host(group)
+        per_host = self.members_per_host(group)
 
         def counted(result: Any) -> Any:
-            count(cost_of(kind, group, dtype, 0, (), root, per_host, block(result).nbytes))
+            count(self, kind, cost_of(kind, group, dtype, 0, (), root, per_host, block(result).nbytes))
             return result
 
         return Mapped(handle, counted)
@@ -150,27 +174,40 @@ class Comm(ABC):
         """An array of the caller of the map, for this worker to read."""
         return x
 
-    def _count(self, verb: str, cost: Cost) -> None:
-        self._counter(verb)(cost)
-
-    def _counter(self, verb: str) -> Callable[[Cost], None]:
-        """Counts a use of a verb, in the ledgers that are open now."""
-        ledgers = LEDGERS.get()
-
-        def count(cost: Cost) -> None:
-            for ledger in ledgers:
-                ledger.verb(self.worker, verb, cost.messages, cost.nbytes, cost.rounds)
-
-        return count
-
-    def _count_verb(self, verb: str, group: Group, x: Any, parts: Mapping[int, Any] | None = None, root: int = 0):
+    def _count_verb(
+        self,
+        verb: str,
+        group: Group,
+        x: Any,
+        parts: Mapping[int, Any] | None = None,
+        root: int = 0,
+        declared: Cost | None = None,
+    ) -> None:
         """Count a verb, called with this block, or these parts by member."""
         like = x if parts is None else next(iter(parts.values()), x)
         if like is None:  # nothing comes from here
             like = np.empty(0, np.uint8)
         sizes = [None if parts is None or k not in parts else parts[k].size for k in range(group.size)]
         per_host, size = self.members_per_host(group), 0 if x is None else x.size
-        self._count(verb, cost_of(verb, group, like.dtype, size, sizes, root, per_host))
+        count(self, verb, cost_of(verb, group, like.dtype, size, sizes, root, per_host), declared)
+
+    def _observed_verb(
+        self,
+        verb: str,
+        group: Group,
+        call: Call,
+        start: Callable[[], Handle],
+        x: Any,
+        parts: Mapping[int, Any] | None = None,
+        root: int = 0,
+    ) -> Handle:
+        """A verb, counted with what this member brings."""
+
+        def counted() -> Handle:
+            self._count_verb(verb, group, x, parts, root)
+            return start()
+
+        return observed(self, call, LEDGERS.get(), counted)
 
     def all_reduce(self, group: Group, call: Call, x: np.ndarray, how: str = "sum") -> Handle:
         """The entrywise sum (max, min) of all members' blocks of one shape, on every member.
@@ -179,7 +216,7 @@ class Comm(ABC):
         block at most.
         """
         if LEDGERS.get():
-            self._count_verb("all_reduce", group, x)
+            return self._observed_verb("all_reduce", group, call, partial(self._all_reduce, group, call, x, how), x)
         return self._all_reduce(group, call, x, how)
 
     def all_reduce_many(self, group: Group, call: Call, xs: Sequence[np.ndarray], spare: Sequence[bool] = ()) -> Handle:
@@ -187,67 +224,89 @@ class Comm(ABC):
 
         spare: for each block, whether this call has the only reference, so that its sum may overwrite it.
         """
-        if LEDGERS.get():
-            shapes = [x.shape for x in xs]
+        spare = spare or [False] * len(xs)
+        observers = LEDGERS.get()
+        if not observers:
+            return self._all_reduce_many(group, call, xs, spare)
+
+        def counted() -> Handle:
             dtype = np.dtype(xs[0].dtype if xs else np.uint8)
-            self._count("all_reduce", cost_of_sums(group, dtype, shapes, self.members_per_host(group)))
-        return self._all_reduce_many(group, call, xs, spare or [False] * len(xs))
+            count(self, "all_reduce", cost_of_sums(group, dtype, [x.shape for x in xs], self.members_per_host(group)))
+            return self._all_reduce_many(group, call, xs, spare)
+
+        return observed(self, call, observers, counted)
 
     def reduce_scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k, which gets the sum of what all sent it. Cost: as many bytes as the other parts
         have."""
         if LEDGERS.get():
-            self._count_verb("reduce_scatter", group, None, dict(enumerate(parts)))
+            start = partial(self._reduce_scatter, group, call, parts)
+            return self._observed_verb("reduce_scatter", group, call, start, None, dict(enumerate(parts)))
         return self._reduce_scatter(group, call, parts)
 
     def all_gather(self, group: Group, call: Call, x: np.ndarray) -> Handle:
         """All members' blocks, as a list; shapes may differ. Cost: ceil(log2 n) messages, n - 1 more of a large
         block."""
         if LEDGERS.get():
-            self._count_verb("all_gather", group, x)
+            return self._observed_verb("all_gather", group, call, partial(self._all_gather, group, call, x), x)
         return self._all_gather(group, call, x)
 
     def all_to_all(self, group: Group, call: Call, parts: Sequence[np.ndarray]) -> Handle:
         """parts[k] goes to member k; the result lists what each member sent here. Cost: ceil(log2 n) messages, and one
         for each large part."""
         if LEDGERS.get():
-            self._count_verb("all_to_all", group, None, dict(enumerate(parts)))
+            start = partial(self._all_to_all, group, call, parts)
+            return self._observed_verb("all_to_all", group, call, start, None, dict(enumerate(parts)))
         return self._all_to_all(group, call, parts)
 
     def broadcast(self, group: Group, call: Call, x: np.ndarray | None, root: int) -> Handle:
         """The root's block, on every member (others pass None). Cost: ceil(log2 n) messages of the root; large blocks
         go in chunks, first down a tree and then around."""
-        handle = self._broadcast(group, call, x, root)
-        return self._counted_from_root("broadcast", group, call, handle, x, None, root) if LEDGERS.get() else handle
+        start = partial(self._broadcast, group, call, x, root)
+        return self._observed_from_root("broadcast", group, call, start, x, None, root) if LEDGERS.get() else start()
 
     def reduce(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         """The sum of all blocks at the root; None elsewhere. Cost: one message from each other member; of large blocks
         each member sends one chunk to each other."""
         if LEDGERS.get():
-            self._count_verb("reduce", group, x, root=root)
+            start = partial(self._reduce, group, call, x, root)
+            return self._observed_verb("reduce", group, call, start, x, root=root)
         return self._reduce(group, call, x, root)
 
     def gather(self, group: Group, call: Call, x: np.ndarray, root: int) -> Handle:
         """All members' blocks, as a list, at the root; None elsewhere. Shapes may differ. Cost: one message from each
         other member, up a tree; one more of a large block."""
         if LEDGERS.get():
-            self._count_verb("gather", group, x, root=root)
+            start = partial(self._gather, group, call, x, root)
+            return self._observed_verb("gather", group, call, start, x, root=root)
         return self._gather(group, call, x, root)
 
     def scatter(self, group: Group, call: Call, parts: Sequence[np.ndarray] | None, root: int) -> Handle:
         """parts[k] of the root's goes to member k; others pass None. Cost: ceil(log2 n) messages of the root, and one
         for each large part."""
-        handle = self._scatter(group, call, parts, root)
-        return self._counted_from_root("scatter", group, call, handle, None, parts, root) if LEDGERS.get() else handle
+        start = partial(self._scatter, group, call, parts, root)
+        return self._observed_from_root("scatter", group, call, start, None, parts, root) if LEDGERS.get() else start()
 
-    def _counted_from_root(
-        self, kind: str, group: Group, call: Call, handle: Handle, x: Any, parts: Sequence[Any] | None, root: int
+    def _observed_from_root(
+        self,
+        kind: str,
+        group: Group,
+        call: Call,
+        start: Callable[[], Handle],
+        x: Any,
+        parts: Sequence[Any] | None,
+        root: int,
     ) -> Handle:
-        """Count what comes from the root: there at once, elsewhere when it has come."""
+        """A verb, counted with what comes from the root: there at once, elsewhere when it has come."""
         if group.index == root:
-            self._count_verb(kind, group, x, None if parts is None else dict(enumerate(parts)), root)
-            return handle
-        return self._counted_at_end(kind, group, np.dtype(call.dtype), root, handle, lambda block: block)
+            pieces = None if parts is None else dict(enumerate(parts))
+            return self._observed_verb(kind, group, call, start, x, pieces, root)
+        dtype = np.dtype(call.dtype)
+
+        def counted() -> Handle:
+            return self._counted_at_end(kind, group, dtype, root, start(), lambda block: block)
+
+        return observed(self, call, LEDGERS.get(), counted)
 
     def exchange(self, group: Group, call: Call, sends: Mapping[int, np.ndarray], sources: Collection[int]) -> Handle:
         """sends[k] goes to member k; the result maps the sources, the members that send here, to what they sent.
@@ -255,20 +314,31 @@ class Comm(ABC):
         Cost: a message per send to another.
         """
         if LEDGERS.get():
-            self._count_verb("exchange", group, None, sends)
+            start = partial(self._exchange, group, call, sends, sources)
+            return self._observed_verb("exchange", group, call, start, None, sends)
         return self._exchange(group, call, sends, sources)
 
     def shapes(self, group: Group, call: Call) -> Handle:
         """The shapes of all members' blocks, as a list. Cost: ceil(log2 n) messages, which ledgers do not count: a
         line that calls it again knows the shapes."""
-        self._count("shapes", NOTHING)
-        return self._shapes(group, call)
+        return self._observed_question(call, partial(self._shapes, group, call))
 
     def lengths(self, group: Group, call: Call, near: Near) -> Handle:
         """The lengths of all members' blocks in one dimension, as a tuple. Those that do not matter may be `near.far`:
         where members meet by messages, each learns the others from its neighbours."""
-        self._count("shapes", NOTHING)
-        return self._lengths(group, call, near)
+        return self._observed_question(call, partial(self._lengths, group, call, near))
+
+    def _observed_question(self, call: Call, start: Callable[[], Handle]) -> Handle:
+        """A verb that asks for shapes."""
+        observers = LEDGERS.get()
+        if not observers:
+            return start()
+
+        def counted() -> Handle:
+            count(self, "shapes", NOTHING)
+            return start()
+
+        return observed(self, call, observers, counted)
 
     def _lengths(self, group: Group, call: Call, near: Near) -> Handle:
         return Mapped(self._shapes(group, call), lambda shapes: tuple(shape[near.dim] for shape in shapes))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar, Token
 from copy import copy
 from itertools import groupby
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from spmd.errors import DeadlockError, MismatchError, caller, source_line
+from spmd.transport.algorithms.cost import Cost
 
 if TYPE_CHECKING:
     from spmd.autodiff.tree import Leaf
@@ -26,10 +27,14 @@ __all__ = [
     "CallOfMany",
     "Group",
     "Observer",
+    "Observers",
+    "Origin",
     "Shape",
     "Side",
+    "begin_observing",
     "deadlock",
     "mismatch",
+    "place_of",
     "raised_by",
 ]
 
@@ -37,15 +42,82 @@ __all__ = [
 Shape = tuple[int, ...]
 
 
-class Observer(Protocol):
-    """Receives what workers do: see `spmd.ledger`."""
-
-    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None: ...
-
-    def verb(self, worker: int, verb: str, messages: int, nbytes: int, rounds: int = 0) -> None: ...
+Place = tuple[CodeType | None, int]
+"""A line of the user's code: its code object, and the instruction in it."""
 
 
-LEDGERS: ContextVar[tuple[Observer, ...]] = ContextVar("spmd_ledgers", default=())
+def place_of(frame: FrameType | None) -> Place:
+    """The nearest line of the user's code, from a frame on upwards."""
+    user = caller(frame) if frame is not None else None
+    return (None, 0) if user is None else (user.f_code, user.f_lasti)
+
+
+class Origin(NamedTuple):
+    """Where a collective comes from. operator: the name of its class. place: the user's line; of a backward sweep the
+    line of the forward call. direction: "forward" or "backward"."""
+
+    operator: str
+    axes: tuple[str, ...]
+    place: Place
+    direction: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others; quicker to hash than a code object."""
+        (code, instruction), direction = self.place, self.direction
+        return self.operator, self.axes, id(code), instruction, direction
+
+    @property
+    def line(self) -> str:
+        """`file.py:12 in f`."""
+        return source_line(*self.place)
+
+
+class Observer:
+    """Receives what workers do: see `spmd.ledger` and `spmd.profile`.
+
+    replays: whether it takes what is repeated as a whole. Then programs of `spmd.jit` run in place of bodies and
+    prepared calls in place of verbs, and of these the observer gets `collective` only.
+    """
+
+    replays = False
+
+    def operator(self, worker: int, origin: Origin) -> None:
+        """An operator is applied."""
+
+    def verb(self, worker: int, verb: str, cost: Cost, declared: Cost, origin: Origin) -> None:
+        """A verb of the transport is used. declared: the cost that the operator's plan says."""
+
+    def collective(self, comm: Any, sent: Any, phases: Sequence[Any]) -> None:
+        """A collective of a worker is over: see `Sent` and `Phase` in `spmd.transport.observing`."""
+
+    def kernel(self, name: str, start: float) -> None:
+        """A kernel, or a function of NumPy, has run until now. start: as `time.perf_counter` counts."""
+
+    def run(self, worker: Any, name: Sequence[str], body: Callable[[Any], Any]) -> Any:
+        """Run the body of a map on a worker. name: the body, and the kind of run."""
+        return body(worker)
+
+
+class Observers(tuple[Observer, ...]):
+    """Observers. replays: whether all of them take replays."""
+
+    replays: bool
+
+    def __new__(cls, observers: Iterable[Observer] = ()) -> Observers:
+        """The observers of a context."""
+        self = super().__new__(cls, observers)
+        self.replays = all(observer.replays for observer in self)
+        return self
+
+
+LEDGERS: ContextVar[Observers] = ContextVar("spmd_ledgers", default=Observers())  # noqa: B039 (it is immutable)
+"""The observers of what runs in this context."""
+
+
+def begin_observing(observer: Observer) -> Token[Observers]:
+    """Let an observer see what runs in this context, until `LEDGERS` is reset."""
+    return LEDGERS.set(Observers((*LEDGERS.get(), observer)))
 
 
 ONE_BY_ONE = "one by one"
@@ -93,13 +165,15 @@ class Call:
     needs_grad: [whether this worker's block is differentiated], where that is to be agreed upon: when the members have
     met it says whether any member's is.
     digest: of `key`, once a transport has computed it.
+    operator: the class of the operator, for observers. backward: whether a backward sweep applies it. recorded_at: then
+    the line of the forward call, where that is known.
 
     Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
     __slots__ = (
-        *("axes", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction", "leaf", "needs_grad", "op"),
-        *("same_shape", "shape"),
+        *("axes", "backward", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction", "leaf"),
+        *("needs_grad", "op", "operator", "recorded_at", "same_shape", "shape"),
     )
 
     def __init__(
@@ -125,9 +199,10 @@ class Call:
         self.borrowed = False
         self.needs_grad: list[bool] | None = None
         self.digest: int | None = None
-        user = caller(frame) if frame is not None else None
-        self.code = user.f_code if user is not None else None
-        self.instruction = user.f_lasti if user is not None else 0
+        self.operator = op
+        self.backward = False
+        self.recorded_at: Place | None = None
+        self.code, self.instruction = place_of(frame)
 
     def of(self, shape: tuple[int, ...], *, same_shape: bool | None = None) -> Call:
         """The same call, that brings a block of another shape. same_shape: where that is to be different."""
@@ -135,6 +210,21 @@ class Call:
         other.shape, other.digest = shape, None
         other.same_shape = self.same_shape if same_shape is None else same_shape
         return other
+
+    def recorded(self, place: Place | None) -> Call:
+        """The same call, in the backward sweep of a forward call at this line, if there is one."""
+        if place is None:
+            return self
+        other = copy(self)
+        other.recorded_at = place
+        return other
+
+    @property
+    def origin(self) -> Origin:
+        """Where it comes from, for observers."""
+        backward = self.backward or self.recorded_at is not None
+        place = self.recorded_at or (self.code, self.instruction)
+        return Origin(self.operator, self.axes, place, "backward" if backward else "forward")
 
     @property
     def key(self) -> tuple[Any, ...]:

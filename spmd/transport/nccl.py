@@ -83,6 +83,13 @@ class NcclComm(Comm):
     def number(self, n: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.host.number = n
 
+    @property
+    def waited(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.host.waited
+
+    def timed(self) -> Any:
+        return self.host.timed()
+
     def given(self, x: Any) -> Any:
         return self.host.given(x)
 

@@ -365,9 +365,10 @@ class GradientSync:
         call = sync_call(
             worker, self.axes, blocks[0].dtype, size, f"bucket {self.sent} of {len(self.buckets)}, {detail}"
         )
-        for ledger in LEDGERS.get():
+        call.operator, call.backward = "Sum", True
+        for observer in LEDGERS.get():
             for _ in bucket.gradients:
-                ledger.operator(worker.index, "Sum", self.axes)
+                observer.operator(worker.index, call.origin)
         call.borrowed = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 

@@ -17,6 +17,7 @@ from spmd.transport.call import LEDGERS, Call, Group
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
 from spmd.transport.local.run_plan import RepeatedPlan
+from spmd.transport.observing import count
 from spmd.transport.plan import Completion, NeedsLengths, Plan, part_of
 
 
@@ -101,7 +102,7 @@ class LocalComm(Participant):
         def take(m: Rendezvous) -> Any:
             plan, _ = m.result[group.index]
             if LEDGERS.get():
-                self._count("shapes", NOTHING)
+                count(self, "shapes", NOTHING)
                 if plan.kind != "none":
                     self._count_plan(plan, x)
             if plan.kind == "none":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 from spmd.errors import MismatchError
@@ -69,6 +71,12 @@ class Participant(Comm):
         self.clock = 0
         self.last: Call | None = None
         self.waiting: Rendezvous | None = None
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the seconds in which this worker waits for others, in `waited`."""
+        self.execution.time_waits()
+        yield
 
 
 class Waiting:
@@ -137,6 +145,21 @@ class Run:
     def wait(self, rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
         """Yield to other workers until the rendezvous is done."""
         raise NotImplementedError
+
+    def time_waits(self) -> None:
+        """Measure all waits from now on."""
+        if "wait" in vars(self):
+            return
+        wait = self.wait
+
+        def timed(rendezvous: Rendezvous | RepeatedRendezvous, comm: Participant) -> None:
+            start = perf_counter()
+            try:
+                wait(rendezvous, comm)
+            finally:
+                comm.waited += perf_counter() - start
+
+        self.wait = timed
 
     def wake(self, rendezvous: Any) -> None:
         """Wake the workers that wait for the rendezvous."""
@@ -278,6 +301,7 @@ class Run:
         self.errors = []
         self.open.clear()
         self.repeated = None
+        vars(self).pop("wait", None)
 
     def outcome(self, seconds: float, shared: float = 0.0) -> Outcome:
         """The results, or the first error: first by the clock, then by worker."""

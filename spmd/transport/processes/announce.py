@@ -9,7 +9,9 @@ exchange no headers: see `message_comm.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -127,6 +129,36 @@ class HeaderComm(Comm):
     def from_one_line(self, frame: FrameType) -> None:
         user = caller(frame)
         self.line = 0 if user is None else line_number(user.f_code, user.f_lasti)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the seconds in which this worker waits for others, in `waited`: for headers and packets. The data that
+        follow them move."""
+        own = {"swap": self._timed_method("swap", True), "arrive": self._timed_method("arrive", False)}
+        attributes = vars(self.transport)
+        attributes.update(own)
+        try:
+            yield
+        finally:
+            for name, method in own.items():
+                if attributes.get(name) is method:  # a child of os.fork has others
+                    del attributes[name]
+
+    def _timed_method(self, name: str, always: bool) -> Callable[..., Any]:
+        """A method of the transport, that counts its seconds as waiting: always, or where it is told the ranks that have
+        to come."""
+        method = getattr(self.transport, name)
+
+        def timed(*args: Any) -> Any:
+            if not always and len(args) < 4:
+                return method(*args)
+            start = perf_counter()
+            try:
+                return method(*args)
+            finally:
+                self.waited += perf_counter() - start
+
+        return timed
 
     def begin_messages(self, group: Group, call: Call) -> Any:
         """The messages of the next collective; None if the group shares memory."""

@@ -245,8 +245,8 @@ def test_an_error_in_what_makes_the_results_is_everyones(monkeypatch):
             raise FloatingPointError("no sum")
         return combine(*args, **kwargs)
 
+    monkeypatch.setattr("spmd.kernels.cpu.combine", failing, raising=False)  # first: its old value is looked up there
     monkeypatch.setattr(moves, "combine", failing)
-    monkeypatch.setattr("spmd.kernels.cpu.combine", failing, raising=False)
     seen = []
 
     def body(worker):

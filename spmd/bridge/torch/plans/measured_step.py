@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.tensor import backward_scope
 from spmd.bridge.torch.tensor_state import local_data, no_overrides
-from spmd.transport.call import LEDGERS
+from spmd.transport.algorithms.cost import Cost
+from spmd.transport.call import LEDGERS, Observer, Origin, begin_observing
 
 __all__ = ["Sending", "StepRecord", "measure_step", "own_bytes"]
 
@@ -28,7 +29,7 @@ class Sending(NamedTuple):
     axes: tuple[str, ...]
 
 
-class StepRecord:
+class StepRecord(Observer):
     """What this worker does in a step. An observer, as `spmd.ledger` is.
 
     sent: by `Sending`, the calls, messages and bytes. kept: by module, the bytes that its forward keeps for backward.
@@ -41,16 +42,16 @@ class StepRecord:
         self.module, self.phase = "", "forward"
         self._last = Sending("", "forward", "", ())
 
-    def operator(self, worker: int, name: str, axes: tuple[str, ...]) -> None:
+    def operator(self, worker: int, origin: Origin) -> None:
         """Count an application of an operator."""
-        self._last = Sending(self.module, self.phase, name, tuple(axes))
+        self._last = Sending(self.module, self.phase, origin.operator, tuple(origin.axes))
         self.sent.setdefault(self._last, [0, 0, 0])[0] += 1
 
-    def verb(self, worker: int, verb: str, messages: int, nbytes: int, rounds: int = 0) -> None:
+    def verb(self, worker: int, verb: str, cost: Cost, declared: Cost, origin: Origin) -> None:
         """Count what the operator that was applied last sends."""
         counts = self.sent.setdefault(self._last, [0, 0, 0])
-        counts[1] += messages
-        counts[2] += nbytes
+        counts[1] += cost.messages
+        counts[2] += cost.nbytes
 
 
 def own_bytes(x: torch.Tensor) -> int:
@@ -88,7 +89,7 @@ def measure_step(module: nn.Module, args: Any, kwargs: Any) -> StepRecord:
 
 @contextmanager
 def _observed(record: StepRecord) -> Iterator[None]:
-    token = LEDGERS.set((*LEDGERS.get(), record))
+    token = begin_observing(record)
     try:
         yield
     finally:
