@@ -21,7 +21,7 @@ from spmd.autodiff.primitive import Primitive, handlers
 from spmd.autodiff.tracer import OPERANDS, SEQUENCES, Array, value_of
 from spmd.errors import DtypeError, StateError, TracedConversionError, describe, message
 
-__all__ = ["ARITHMETIC", "COMPARISONS", "INTEGER_OPERATORS", "define_operators", "flatten", "transpose"]
+__all__ = ["ARITHMETIC", "COMPARISONS", "INTEGER_OPERATORS", "define_operators", "flatten", "operators", "transpose"]
 
 
 ARITHMETIC = {
@@ -139,12 +139,17 @@ def _beside_tensors(where: str) -> Exception:
     )
 
 
+operators: dict[str, Primitive] = {}
+"""The primitives of Python's operators, by their names."""
+
+
 def _recorded(symbol: str, ufunc) -> Primitive:
     """An operator with the rules of its ufunc. It computes by Python's operator, so that numbers stay numbers."""
     entry = handlers[ufunc].primitive  # type: ignore[attr-defined]
     prim = Primitive(getattr(operator, symbol), entry.name, entry.rules, early=entry.early)
     if entry.same is not None:
         prim.if_same(*entry.same.rules)
+    operators[symbol] = prim
     return prim
 
 

@@ -9,7 +9,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from types import CodeType
 from typing import Any, Self
 
@@ -225,9 +224,15 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 def caller(frame: Any = None) -> Any:
     """The nearest frame of the user's code, going up from `frame` (default: the caller's); None if there is none."""
     frame = frame or sys._getframe(1)
-    while frame is not None and not _is_users(frame.f_globals.get("__name__", "")):
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        users = _modules.get(module)
+        if users is None:
+            users = _modules[module] = _is_users(module)
+        if users:
+            return frame
         frame = frame.f_back
-    return frame
+    return None
 
 
 def user_stacklevel() -> int:
@@ -239,7 +244,10 @@ def user_stacklevel() -> int:
     return count
 
 
-@lru_cache(maxsize=4096)
+_modules: dict[str, bool] = {}
+"""Whether a module belongs to the user, by its name."""
+
+
 def _is_users(module: str) -> bool:
     """Whether a module belongs to the user: not to this library, to torch, or to the start of a thread."""
     return module.split(".", 1)[0] not in ("spmd", "torch", "threading") or module == "spmd.__main__"

@@ -24,6 +24,7 @@ from spmd.mesh import WORKER, Worker, here
 from spmd.operators import algebra
 from spmd.operators.base import NUMBERS, Collective, use_application
 from spmd.operators.blocks import bare_block, owned_block
+from spmd.operators.memo import bounded
 from spmd.operators.partial_comm import whole_comm
 from spmd.operators.plan_cache import call_of, prepared_for
 from spmd.operators.program_lines import write_down
@@ -198,9 +199,21 @@ class _Located:
         return self.op.defer(sweep_state, g, leaf)
 
 
+_all_located: dict[Any, _Located] = {}
+
+
+def _located(op: Collective, place: Place) -> Any:
+    """A collective that knows a line: one object for each line. It keeps both alive, so that their ids stay unique."""
+    key = id(op), id(place[0]), place[1]
+    located = _all_located.get(key)
+    if located is None:
+        located = bounded(_all_located)[key] = _Located(op, place)
+    return located
+
+
 def _recorded(bound: Collective, x: Array, ans: Any, state: State, place: Place | None = None) -> Array:
     """The result of a traced array, on its tape. place: the user's line, if an observer is to know it."""
-    op = bound if place is None else _Located(bound, place)
+    op = bound if place is None else _located(bound, place)
     args = (None, op, x.value, ans) if bound.keeps else (None, op, None, None)
     if type(ans) is np.ndarray:
         shape, dtype = ans.shape, ans.dtype

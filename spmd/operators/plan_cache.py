@@ -15,7 +15,7 @@ from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker
 from spmd.operators.base import Called, Collective
 from spmd.operators.memo import bounded
-from spmd.operators.partial_comm import whole_comm
+from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.sums import Vary
 from spmd.state import State
 from spmd.transport.base import Comm
@@ -140,31 +140,32 @@ class ObservedCall:
 
     def __call__(self, comm: Comm, x: np.ndarray, times: int = 1) -> tuple[Any, Any]:
         """The new block, and the bound operator. times: how many operators it stands for."""
-        prepared, observers, inner = self.prepared, LEDGERS.get(), whole_comm(comm)
-        if self.costs is None or prepared.fast_run is None or not observers.replays or inner.use is not None:
+        fast_run = self.prepared.fast_run
+        if self.costs is None or fast_run is None or type(comm) is PartialComm or comm.use is not None:
             return self._general(comm, x, times)
-        use: Use | None = None
-
-        def general_run(comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
-            nonlocal use
-            use = Use(inner, observed_call(prepared.call), observers)
-            return use.timed(lambda: prepared.general_run(comm, x))
-
-        waited, start = inner.waited, perf_counter()
-        result = prepared.fast_run(comm, x, general_run)
-        phases = ((start, perf_counter(), inner.waited - waited),)
-        if use is not None:
-            self._learn(use)
-        sent = self._sent(inner)
+        observers = LEDGERS.get()
+        if not observers.replays:
+            return self._general(comm, x, times)
+        waited, start = comm.waited, perf_counter()
+        result = fast_run(comm, x, self._general_run)
+        end = perf_counter()
+        sent = self._sent(comm)
         for observer in observers:
-            observer.collective(inner, sent, phases)
+            observer.collective(comm, sent, ((start, end, comm.waited - waited),))
+        return result
+
+    def _general_run(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
+        """The general way in place of the fast one, which learns the costs anew."""
+        use = Use(comm, observed_call(self.prepared.call), LEDGERS.get())
+        result = use.timed(lambda: self.prepared.general_run(comm, x))
+        self._learn(use)
         return result
 
     def _sent(self, comm: Comm) -> Sent:
         """What observers get, for the line of the forward call."""
-        worker = WORKER.get()
-        place = None if worker is None else worker.recorded_at
-        key = place and (id(place[0]), place[1])
+        worker: Any = WORKER.get()
+        place = worker.recorded_at
+        key = None if place is None else (id(place[0]), place[1])
         sent = self.sent.get(key)
         if sent is None:
             call = self.prepared.call.recorded(place)

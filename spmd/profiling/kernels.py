@@ -12,21 +12,26 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
-from spmd.autodiff import primitive
+from spmd.autodiff import array_methods
+from spmd.autodiff.primitive import primitives
+from spmd.autodiff.rules import linalg
 from spmd.kernels import FAMILIES, cpu
 from spmd.transport.call import LEDGERS
 
 __all__ = ["observe_kernels", "release_kernels"]
 
-_PRIMITIVES = """np.matmul np.dot np.vdot np.inner np.tensordot np.einsum np.convolve np.correlate np.linalg.solve
-    np.linalg.inv np.linalg.cholesky np.linalg.qr np.linalg.svd np.linalg.eigh np.fft.fft np.fft.ifft np.fft.rfft
-    np.fft.irfft np.fft.fftn np.fft.ifftn np.fft.rfftn np.fft.irfftn""".split()
-"""The functions of NumPy that are observed: those with more arithmetic than entries."""
+_KERNELS = {
+    kernel
+    for family, names in FAMILIES.items()
+    if family not in ("activation", "moves", "philox", "updates")
+    for kernel in names
+}
+"""The kernels that are observed: not those with one pass over their entries, nor those that are parts of collectives."""
 
 _lock = threading.Lock()
 _open = 0
 _plain_of = kernels.of
-_plain_functions: dict[Any, Callable[..., Any]] = {}
+_plain_functions: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
 class _ObservedPackage:
@@ -37,7 +42,7 @@ class _ObservedPackage:
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(self.package, name)
-        if callable(kernel) and name not in FAMILIES["moves"]:  # those are parts of collectives
+        if name in _KERNELS:
             kernel = _observed(kernel, name)
         setattr(self, name, kernel)
         return kernel
@@ -80,10 +85,15 @@ def observe_kernels() -> None:
             return observed or packages.setdefault(package.__name__, _ObservedPackage(package))
 
         kernels.of = of
-        for prim in set(primitive.primitives.values()):
-            if prim.name in _PRIMITIVES:
-                _plain_functions[prim] = prim.fun
-                prim.fun = _observed(prim.fun, prim.name)
+        for owner, name in _products():
+            function = getattr(owner, name)
+            _plain_functions.append((owner, name, function))
+            setattr(owner, name, _observed(function, "matmul"))
+
+
+def _products() -> list[tuple[Any, str]]:
+    """What holds the function that multiplies matrices: `@`, np.matmul, and the rules of their derivatives."""
+    return [(array_methods.operators["matmul"], "fun"), (primitives[np.matmul], "fun"), (linalg, "product")]
 
 
 def release_kernels() -> None:
@@ -94,6 +104,6 @@ def release_kernels() -> None:
         if _open:
             return
         kernels.of = _plain_of
-        for prim, function in _plain_functions.items():
-            prim.fun = function
+        for owner, name, function in _plain_functions:
+            setattr(owner, name, function)
         _plain_functions.clear()

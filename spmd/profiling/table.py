@@ -101,7 +101,11 @@ def table(rows: Sequence[ProfileRow]) -> str:
             (
                 *(what, row.name, " ".join(row.axes), row.direction, f"{row.times:g}", f"{row.seconds:.4f}"),
                 *(f"{row.waiting:.4f}" if row.kind in ("collective", "map") else "", f"{row.moving:.4f}"),
-                *(f"{row.bytes / 1e6:.3f}" if sent else "", f"{row.rate / 1e6:.0f}" if sent else "", f"{row.share:.1%}"),
+                *(
+                    f"{row.bytes / 1e6:.3f}" if sent else "",
+                    f"{row.rate / 1e6:.0f}" if sent else "",
+                    f"{row.share:.1%}",
+                ),
             )
         )
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]

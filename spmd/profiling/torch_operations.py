@@ -54,5 +54,11 @@ class TorchOperations:
         return {"kind": kind, "name": event["name"], "track": place, "start": start, "end": end, "args": {}}
 
 
-_KINDS = {"cpu_op": "torch", "user_annotation": "torch", "kernel": "device", "gpu_memcpy": "device", "gpu_memset": "device"}
+_KINDS = {
+    "cpu_op": "torch",
+    "user_annotation": "torch",
+    "kernel": "device",
+    "gpu_memcpy": "device",
+    "gpu_memset": "device",
+}
 """The categories of torch's events that are kept, and what they are here."""

@@ -166,14 +166,24 @@ class Call:
     met it says whether any member's is.
     digest: of `key`, once a transport has computed it.
     operator: the class of the operator, for observers. backward: whether a backward sweep applies it. recorded_at: then
-    the line of the forward call, where that is known.
+    the line of the forward call, where that is known; last_recorded: the copy for such a line.
 
     Workers who call the same from one line may share one object, so whoever is given a call does not write to it.
     """
 
     __slots__ = (
-        *("axes", "backward", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction", "leaf"),
-        *("needs_grad", "op", "operator", "recorded_at", "same_shape", "shape"),
+        *("axes", "backward", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction"),
+        *(
+            "known_origin",
+            "last_recorded",
+            "leaf",
+            "needs_grad",
+            "op",
+            "operator",
+            "recorded_at",
+            "same_shape",
+            "shape",
+        ),
     )
 
     def __init__(
@@ -202,12 +212,14 @@ class Call:
         self.operator = op
         self.backward = False
         self.recorded_at: Place | None = None
+        self.known_origin: Origin | None = None
+        self.last_recorded: Call | None = None
         self.code, self.instruction = place_of(frame)
 
     def of(self, shape: tuple[int, ...], *, same_shape: bool | None = None) -> Call:
         """The same call, that brings a block of another shape. same_shape: where that is to be different."""
         other = copy(self)
-        other.shape, other.digest = shape, None
+        other.shape, other.digest, other.last_recorded = shape, None, None
         other.same_shape = self.same_shape if same_shape is None else same_shape
         return other
 
@@ -215,16 +227,20 @@ class Call:
         """The same call, in the backward sweep of a forward call at this line, if there is one."""
         if place is None:
             return self
-        other = copy(self)
-        other.recorded_at = place
-        return other
+        last = self.last_recorded
+        if last is None or last.recorded_at is not place:
+            last = self.last_recorded = copy(self)
+            last.recorded_at, last.known_origin = place, None
+        return last
 
     @property
     def origin(self) -> Origin:
         """Where it comes from, for observers."""
-        backward = self.backward or self.recorded_at is not None
-        place = self.recorded_at or (self.code, self.instruction)
-        return Origin(self.operator, self.axes, place, "backward" if backward else "forward")
+        if self.known_origin is None:
+            backward = self.backward or self.recorded_at is not None
+            place = self.recorded_at or (self.code, self.instruction)
+            self.known_origin = Origin(self.operator, self.axes, place, "backward" if backward else "forward")
+        return self.known_origin
 
     @property
     def key(self) -> tuple[Any, ...]:

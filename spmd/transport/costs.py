@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -62,6 +63,12 @@ def cost_of(
 
 def cost_of_sums(group: Group, dtype: np.dtype, shapes: Sequence[tuple[int, ...]], per_host: int = 1) -> Cost:
     """What a member sends where several blocks are summed at once: small ones are packed together."""
+    return _cost_of_sums(group.size, group.index, dtype, tuple(shapes), per_host)
+
+
+@lru_cache(maxsize=1024)
+def _cost_of_sums(size: int, index: int, dtype: np.dtype, shapes: tuple[tuple[int, ...], ...], per_host: int) -> Cost:
+    group = Group((), (), tuple(range(size)), index)
     sizes = [prod(shape) for shape in shapes]
     separate = [size for size in sizes if size * dtype.itemsize >= choice.SEPARATE_MIN]
     packed = sum(sizes) - sum(separate)

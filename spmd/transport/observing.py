@@ -98,9 +98,7 @@ class _Pending:
         return self.value
 
 
-def observed(
-    comm: Any, call: Call, observers: Sequence[Observer], start: Callable[[], Handle]
-) -> Handle:
+def observed(comm: Any, call: Call, observers: Sequence[Observer], start: Callable[[], Handle]) -> Handle:
     """start(), observed until the worker has the result. A collective within another one is a part of that one."""
     if comm.use is not None:
         return start()

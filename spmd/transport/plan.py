@@ -232,6 +232,16 @@ class Plan:
     def costs(self, per_host: int = 1, came: int = 0) -> Cost:
         """What this member sends. per_host: the members on each host, by `choice.members_per_host`. came: the bytes of
         the result, where only the root knew what goes."""
+        known = self._costs.get((per_host, came))
+        if known is None:
+            known = self._costs[per_host, came] = self._computed_costs(per_host, came)
+        return known
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, int], Cost]:
+        return {}
+
+    def _computed_costs(self, per_host: int, came: int) -> Cost:
         block = np.broadcast_to(np.zeros((), self.dtype), self.shape)
         needs_parts = self.kind in ("reduce_scatter", "all_to_all", "scatter", "exchange")
         size, parts = block.size, self.parts if needs_parts else ()
