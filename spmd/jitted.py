@@ -8,6 +8,7 @@ the same layouts replay the programs, without a tape, without states, and withou
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -50,7 +51,7 @@ from spmd.replicas.verify import verify_shared
 from spmd.spec_trees import Leaf
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
-from spmd.transport.call import LEDGERS
+from spmd.transport.call import LEDGERS, place_of
 from spmd.transport.handles import Outcome
 
 __all__ = ["Jitted"]
@@ -203,9 +204,10 @@ class Jitted(MappedBody, Generic[Parameters, Result]):
     ) -> MapResult:
         """`MappedBody.run` that also records the programs of the workers in an entry."""
         self._classify(entry, leaves)
+        called_at = place_of(sys._getframe())
 
         def recorded(worker: Worker, blocks: list) -> BodyResults:
-            program = worker.record()
+            worker.comm.called_at, program = called_at, worker.record()
             results = body(worker, program_inputs(program, blocks, entry.variable))
             self._check_objects(results)
             entry.programs[worker.index] = program.built(results.blocks, self._name)
@@ -407,8 +409,10 @@ class _RecordedVjp:
         jitted, entry, vjp = self.jitted, self.entry, self.vjp
         cotangents = cotangents_of(vjp.mesh, self.outs, gs)
         back: dict[int, Built] = {}
+        called_at = place_of(sys._getframe())
 
         def backward(worker: Worker) -> BodyResults:
+            worker.comm.called_at = called_at
             program, results = self.recordings[worker.index]
             start, count = len(program.lines), len(program.inputs)
             worker.record(program)

@@ -418,7 +418,7 @@ class Mesh(Summarised):
         """Run body(worker) on every worker of this process. number: how many runs of this body came before. one_line:
         all processes run it from one line of the user's program. name: the body, and the kind of run."""
         replicas, programs = Replicas(len(self.local_workers) < self.size, number), RECORDING.get()
-        called_at = place_of(sys._getframe()) if LEDGERS.get() else None
+        called_at = place_of(sys._getframe()) if LEDGERS.get() or programs is not None else None
 
         def main(comm: Comm):
             if one_line:

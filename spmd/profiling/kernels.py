@@ -26,7 +26,7 @@ _KERNELS = {
     if family not in ("activation", "moves", "philox", "updates")
     for kernel in names
 }
-"""The kernels that are observed: not those with one pass over their entries, nor those that are parts of collectives."""
+"""The kernels that are observed: not those of one pass over their entries, nor those that are parts of collectives."""
 
 _lock = threading.Lock()
 _open = 0

@@ -15,10 +15,10 @@ class ProfileRow(NamedTuple):
     """One line of a program and one operator, or one map, kernel or step. Numbers are means over the workers that have
     it.
 
-    kind: "collective", "map", "kernel", "step" or "torch". name: the function as users write it. line: `file.py:12 in
-    f`, and axes, operator and direction: of collectives. times: how often. seconds: that it takes; waiting: of these the
-    ones in which the worker waits for others; moving: the others. messages, bytes: that the worker sends. rate: bytes
-    for each second of moving. share: of the seconds of all maps.
+    kind: "collective", "map", "kernel", "step", "torch" or "device". name: the function as users write it. line:
+    `file.py:12 in f`, and axes, operator and direction: of collectives. times: how often. seconds: that it takes;
+    waiting: of these the ones in which the worker waits for others; moving: the others. messages, bytes: that the
+    worker sends. rate: bytes for each second of moving. share: of the seconds of all maps.
     """
 
     kind: str
@@ -80,8 +80,8 @@ def merged_rows(parts: Iterable[Sequence[Sums]]) -> list[ProfileRow]:
     for key, (workers, times, seconds, waiting, messages, nbytes) in sums.items():
         moving = max(0.0, seconds - waiting)
         share = seconds / mapped if mapped and key[0] != "step" else 0.0
-        means = (x / workers for x in (times, seconds, waiting, moving, messages, nbytes))
-        rows.append(ProfileRow(*key, int(workers), *means, nbytes / moving if moving else 0.0, share))
+        means = [x / workers for x in (times, seconds, waiting, moving, messages, nbytes)]
+        rows.append(ProfileRow._make((*key, int(workers), *means, nbytes / moving if moving else 0.0, share)))
     return sorted(rows, key=lambda row: (_ORDER.index(row.kind), -row.seconds))
 
 
@@ -91,7 +91,7 @@ _ORDER = ("collective", "map", "kernel", "torch", "device", "step")
 def table(rows: Sequence[ProfileRow]) -> str:
     """The rows as a text: collectives by line and axis, then maps and kernels; of steps their mean."""
     head = ("line", "function", "axes", "direction", "times", "seconds", "waiting", "moving", "MB", "MB/s", "share")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for row in rows:
         if row.kind == "step":
             continue

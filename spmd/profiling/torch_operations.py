@@ -1,4 +1,4 @@
-"""Operations of PyTorch in a profile: by torch's own profiler, whose events come into the file as tracks of their own."""
+"""Operations of PyTorch in a profile: the events of torch's own profiler, on tracks of their own."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ class HeaderComm(Comm):
                     del attributes[name]
 
     def _timed_method(self, name: str, always: bool) -> Callable[..., Any]:
-        """A method of the transport, that counts its seconds as waiting: always, or where it is told the ranks that have
-        to come."""
+        """A method of the transport that counts its seconds as waiting: always, or where it is told the ranks that
+        have to come."""
         method = getattr(self.transport, name)
 
         def timed(*args: Any) -> Any:
