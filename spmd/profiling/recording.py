@@ -127,7 +127,7 @@ class Recorder(Observer):
             return body(worker)
         finally:
             end = perf_counter()
-            track.add(("map", ", ".join(map(str, name)), start, end, comm.waited - waited, self.step))
+            track.add(("map", ", ".join(map(str, name)) or "run", start, end, comm.waited - waited, self.step))
             self._running.pop(comm, None)
             if end - self._sampled > _MEMORY_INTERVAL:
                 self.sample_memory(end)
