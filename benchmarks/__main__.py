@@ -33,6 +33,7 @@ SECTIONS = {
     "plans": ("benchmarks.plans", "PLANS"),
     "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
+    "profiles": ("benchmarks.profiles", "PROFILES"),
 }
 
 

@@ -266,7 +266,7 @@ def moved_blocks(blocks: Mapping[int, Any], source: Layout, target: Layout, mesh
             block = step.run(worker, block)
         return block
 
-    return mesh.run(body, tracked=False, one_line=True).results
+    return mesh.run(body, tracked=False, one_line=True, name=("resharding",)).results
 
 
 def summed_blocks(arrays: Sequence[tuple[Mapping[int, Any], Layout]], mesh: Mesh) -> list[dict[int, Any]]:
@@ -283,7 +283,7 @@ def summed_blocks(arrays: Sequence[tuple[Mapping[int, Any], Layout]], mesh: Mesh
         added = [sums.add(tuple(n for n in layout.axes if n in layout.unreduced), block) for layout, block in given]
         return [each.wait() for each in added]
 
-    results = mesh.run(body, tracked=False, one_line=True).results
+    results = mesh.run(body, tracked=False, one_line=True, name=("resharding",)).results
     return [{w: blocks[k] for w, blocks in results.items()} for k in range(len(arrays))]
 
 

@@ -107,7 +107,7 @@ class Profile:
         release_kernels()
         recorder.close()
         self.seconds = recorder.end - recorder.start
-        others, count = ([], 0) if self._torch is None else self._torch.stop(self._limit)
+        others, count = ([], 0) if self._torch is None else self._torch.stop(recorder.start, self._limit)
         lost = left_out(recorder)
         if count:
             lost.append({"track": "operations of torch", "events": count, "after_seconds": 0.0})

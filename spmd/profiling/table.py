@@ -88,12 +88,17 @@ def merged_rows(parts: Iterable[Sequence[Sums]]) -> list[ProfileRow]:
 _ORDER = ("collective", "map", "kernel", "torch", "device", "step")
 
 
+_SHOWN = 20
+"""Operations of torch in the table."""
+
+
 def table(rows: Sequence[ProfileRow]) -> str:
     """The rows as a text: collectives by line and axis, then maps and kernels; of steps their mean."""
     head = ("line", "function", "axes", "direction", "times", "seconds", "waiting", "moving", "MB", "MB/s", "share")
     cells: list[tuple[str, ...]] = [head]
+    operations = [row for row in rows if row.kind in ("torch", "device")]
     for row in rows:
-        if row.kind == "step":
+        if row.kind == "step" or row in operations[_SHOWN:]:
             continue
         what = short_line(row.line) if row.kind == "collective" else row.kind
         sent = row.kind == "collective"
@@ -114,6 +119,8 @@ def table(rows: Sequence[ProfileRow]) -> str:
         "  ".join(x.ljust(w) if k < left else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
         for row in cells
     ]
+    if len(operations) > _SHOWN:
+        lines.append(f"and {len(operations) - _SHOWN} more operations of torch, of less time")
     steps = [row for row in rows if row.kind == "step"]
     if steps:
         seconds = sum(row.seconds for row in steps)

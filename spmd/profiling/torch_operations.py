@@ -24,15 +24,18 @@ class TorchOperations:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=activities, acc_events=True)
+        # Virtual workers run in threads of their own.
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self.profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
         self.profiler.__enter__()
         before = perf_counter()
         with torch.profiler.record_function(_MARK):
             pass
         self.mark = (before + perf_counter()) / 2
 
-    def stop(self, limit: int) -> tuple[list[dict[str, Any]], int]:
-        """The events: kind, name, track, start and end by `perf_counter`, args; and how many the limit leaves out."""
+    def stop(self, since: float, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """The events since a time: kind, name, track, start and end by `perf_counter`, args; and how many the limit
+        leaves out."""
         self.profiler.__exit__(None, None, None)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "torch.json")
@@ -43,8 +46,9 @@ class TorchOperations:
         if mark is None:
             return [], len(spans)
         origin = self.mark - float(mark["ts"]) / 1e6
-        spans = [event for event in spans if event.get("cat") in _KINDS and event["name"] != _MARK]
-        return [self._event(event, origin) for event in spans[:limit]], max(0, len(spans) - limit)
+        kept = [self._event(event, origin) for event in spans if event.get("cat") in _KINDS]
+        kept = [event for event in kept if event["start"] >= since]
+        return kept[:limit], max(0, len(kept) - limit)
 
     @staticmethod
     def _event(event: dict[str, Any], origin: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def write_ledger(folder, log, **more):
 
 def digits(folder):
     example = str(ROOT / "examples" / "digits.py")
-    sys.argv = [example, "--epochs", "2"]
+    sys.argv = [example, "--epochs", "1"]
     sys.path.insert(0, str(ROOT / "examples"))
     with spmd.profile(Path(folder, "trace.json")) as profile, Workers() as log:
         runpy.run_path(example, run_name="__main__")

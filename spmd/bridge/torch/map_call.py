@@ -155,7 +155,8 @@ class MapCall:
             sys.modules["torch._dynamo"].config.error_on_nested_fx_trace = False
         with shared_dual_level() if shared else nullcontext():
             number = next_turn(self.mapped.turns, body.__name__)
-            return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number)
+            name = self.where, body.__name__
+            return self.mesh.run(limited, tracked=tracked, scheduler="threads", number=number, name=name)
 
     def _blocks(self, diff_values: Sequence[torch.Tensor]) -> list[Any]:
         """For each argument its blocks by worker; the argument itself if it is not laid out."""
