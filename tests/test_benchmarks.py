@@ -322,7 +322,9 @@ def test_one_wrong_row_is_another_number():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("section", ["w3", "w4", "loops", "memory", "updates", "bridge", "saving", "checks", "profiles"])
+@pytest.mark.parametrize(
+    "section", ["w3", "w4", "loops", "memory", "updates", "bridge", "saving", "checks", "profiles"]
+)
 def test_a_section_runs(section, tmp_path):
     pytest.importorskip("jax")
     new = tmp_path / "new"

@@ -52,7 +52,7 @@ def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
         )
         if tape is None:
             return Array(block, prepared.state)
-        return _recorded(bound, x, block, prepared.state, place_of(frame) if LEDGERS.get() else None)
+        return _recorded(bound, x, block, prepared.state, prepared.place)
     if isinstance(x, np.ndarray | np.generic | int | float | complex) or on_device(x) or frontend(x) is not None:
         return _begin(op, x, worker, frame)()
     leaves, treedef = tree.flatten(x)
@@ -158,7 +158,7 @@ def _start(
     """`launch`: the handle, whose result is the new block and the bound operator."""
     observers = LEDGERS.get()
     if type(op) is Vary:
-        if observers:
+        if not observers.replays:
             place = worker.recorded_at or place_of(frame or sys._getframe())
             direction = "forward" if worker.recorded_at is None else "backward"
             _observe(observers, worker, Origin("Vary", op.axes, place, direction))
@@ -170,7 +170,8 @@ def _start(
     call = call_of(op, x, worker, frame, needs_grad, borrowed)
     if observers:
         call = call.recorded(worker.recorded_at)
-        _observe(observers, worker, call.origin)
+        if not observers.replays:
+            _observe(observers, worker, call.origin)
     return op.start(worker.comm, group, x, call)
 
 
@@ -230,8 +231,12 @@ def move(op: Collective, g):
     worker = WORKER.get() or here(f"spmd.{op.function}")
     frame, observers = sys._getframe(1), LEDGERS.get()
     if type(op) is Vary and observers.replays and worker.program is None:
-        place = worker.recorded_at or place_of(frame) if observers and type(g) is Array else None
-        return _passed(op, g, op.out_state(g.state) if type(g) is Array else None, place)
+        if type(g) is not Array:
+            return g
+        place = None
+        if observers and g.tape is not None and g.node.prim is not None:  # sums for leaves are deferred
+            place = worker.recorded_at or place_of(frame)
+        return _passed(op, g, op.out_state(g.state), place)
     if type(g) is np.ndarray:
         prepared = prepared_for(op, g, None, worker, caller(frame))
         if prepared:

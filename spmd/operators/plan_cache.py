@@ -19,7 +19,7 @@ from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.sums import Vary
 from spmd.state import State
 from spmd.transport.base import Comm
-from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.call import LEDGERS, Call, Group, Place
 from spmd.transport.observing import Costs, Sent, Use, origin_of
 from spmd.transport.plan import Plan, Plans, RunPlan, part_of
 
@@ -33,6 +33,8 @@ class Prepared:
     """
 
     __slots__ = ("admitted", "assumed", "call", "dtype", "fast_run", "group", "observed", "op", "state", "tried")
+
+    place: Place | None = None
 
     def __init__(self, op: Collective, dtype: np.dtype, group: Group, call: Call, admitted: State | None):
         self.op, self.dtype, self.group, self.call, self.admitted = op, dtype, group, call, admitted
@@ -113,16 +115,18 @@ class Steps:
 class ObservedCall:
     """A prepared call that observers see, in the form of one.
 
-    costs: those of the general way, the last time: the fast way has the same. sent: what observers get of it, by the
-    line of the forward call. Observers that do not take replays see the general way each time.
+    place: the user's line. costs: those of the general way, the last time: the fast way has the same. sent: what
+    observers get of it, by the line of the forward call. Observers that do not take replays see the general way each
+    time.
     """
 
-    __slots__ = ("admitted", "costs", "prepared", "sent", "state")
+    __slots__ = ("admitted", "costs", "place", "prepared", "sent", "state")
 
     fast_run = None
 
     def __init__(self, prepared: Prepared):
         self.prepared, self.admitted, self.state = prepared, prepared.admitted, prepared.state
+        self.place: Place = (prepared.call.code, prepared.call.instruction)
         self.costs: Costs | None = None
         self.sent: dict[Any, Sent] = {}
 
@@ -165,11 +169,10 @@ class ObservedCall:
         """What observers get, for the line of the forward call."""
         worker: Any = WORKER.get()
         place = worker.recorded_at
-        key = None if place is None else (id(place[0]), place[1])
-        sent = self.sent.get(key)
-        if sent is None:
+        sent = self.sent.get(id(place))
+        if sent is None or sent.recorded_at is not place:
             call = self.prepared.call.recorded(place)
-            sent = bounded(self.sent)[key] = Sent.of(call, origin_of(comm, call), self.costs or [])
+            sent = bounded(self.sent)[id(place)] = Sent.of(call, origin_of(comm, call), self.costs or [])
         return sent
 
     def _learn(self, use: Use) -> None:

@@ -1,27 +1,42 @@
 """What a profile records while a program runs: an observer of maps, collectives and kernels.
 
-Each event is a short tuple that is added to a list. All else is computed when the profile ends, or when a list is full.
+Each event is added to a list. All else is computed when the profile ends, or when a list is full.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmd.kernels.memory import pool
 from spmd.mesh import WORKER, Mesh
 from spmd.transport.call import Observer, Origin
 from spmd.transport.observing import Phase, Sent
 
-__all__ = ["Collective", "Recorder", "Span", "Total", "Track"]
+__all__ = ["END", "Name", "Recorder", "Total", "Track"]
 
-Span = tuple[str, str, float, float, float, int]
-"""A time on a track: kind ("map", "step" or "kernel"), name, start, end, the seconds of a map in which its worker
-waits, and the step."""
-Collective = tuple[Sent, Sequence[Phase]]
+
+class Name(NamedTuple):
+    """What a span is. kind: "map", "step" or "kernel". name: of a map, the body and the kind of run. step: of a map."""
+
+    kind: str
+    name: str | tuple[str, ...]
+    step: int = 0
+
+    @property
+    def text(self) -> str:
+        """The name as a text."""
+        return self.name if isinstance(self.name, str) else ", ".join(map(str, self.name)) or "run"
+
+
+class _EndOfCollective:
+    """In place of a `Sent`: the second phase of the collective before."""
+
+
+END = _EndOfCollective()
 
 _MEMORY_INTERVAL = 2e-3
 """Seconds between two samples of the memory at least."""
@@ -43,53 +58,60 @@ class Total:
 class Track:
     """The events of one worker of a mesh. Worker None: the program around the maps.
 
-    events: at most `limit`, once `count` has run. left_out: how many more there were; full_at: when the first of them
-    came. totals: by origin or name, of all events.
+    events: four entries each: a `Name`, a `Sent` or END, start, end, and the seconds of waiting. A flat list has no
+    tuples, which the garbage collector would visit again and again. limit: the most events once `count` has run.
+    left_out: how many more there were; full_at: when the first of them came. totals: by origin or name, of all events.
     """
 
     def __init__(self, mesh: Mesh | None, worker: int | None, limit: int):
         self.mesh, self.worker, self.limit = mesh, worker, limit
-        self.events: list[Span | Collective] = []
-        self.full = limit + _ROOM
+        self.events: list[Any] = []
+        self.full = 4 * (limit + _ROOM)
         self.left_out = 0
         self.full_at = 0.0
         self.totals: dict[Any, Total] = {}
         self._counted = 0
 
-    def add(self, event: Span | Collective) -> None:
+    def add(self, what: Any, start: float, end: float, waited: float) -> None:
         """Keep an event."""
         events = self.events
-        events.append(event)
+        events.extend((what, start, end, waited))
         if len(events) >= self.full:
             self.count()
 
+    def each(self) -> Iterator[tuple[Any, float, float, float]]:
+        """The events."""
+        events = self.events
+        return zip(events[::4], events[1::4], events[2::4], events[3::4], strict=True)
+
     def count(self) -> None:
         """Add the new events to the totals, and forget those beyond the limit."""
-        for event in self.events[self._counted :]:
-            if len(event) == 2:
-                self._count_collective(*event)
-            else:
-                kind, name, start, end, waited, _ = event
-                total = self._total((kind, name), name)
+        events = self.events
+        total = Total("", None)
+        for at in range(self._counted, len(events), 4):
+            what, start, end, waited = events[at : at + 4]
+            if what is not END:
+                total = self._total_of(what)
                 total.times += 1
-                total.seconds += end - start
-                total.waited += waited
-        beyond = self.events[self.limit :]
-        if beyond:
-            first = beyond[0]
-            self.full_at = self.full_at or (first[1][0][0] if len(first) == 2 else first[2])
-            self.left_out += len(beyond)
-            del self.events[self.limit :]
-        self._counted = len(self.events)
-
-    def _count_collective(self, sent: Sent, phases: Sequence[Phase]) -> None:
-        total = self._total(sent.origin.key, sent.name, sent.origin)
-        total.times += 1
-        total.messages += sent.messages
-        total.nbytes += sent.nbytes
-        for start, end, waited in phases:
             total.seconds += end - start
             total.waited += waited
+        most = 4 * self.limit
+        if len(events) > most:
+            while most < len(events) and events[most] is END:
+                most += 4  # it belongs to the one before
+            self.full_at = self.full_at or (events[most + 1] if most < len(events) else 0.0)
+            self.left_out += sum(events[at] is not END for at in range(most, len(events), 4))
+            del events[most:]
+        self._counted = len(events)
+
+    def _total_of(self, what: Name | Sent) -> Total:
+        """The sum to which an event belongs."""
+        if isinstance(what, Sent):
+            total = self._total(what.origin.key, what.name, what.origin)
+            total.messages += what.messages
+            total.nbytes += what.nbytes
+            return total
+        return self._total((what.kind, what.text), what.text)
 
     def _total(self, key: Any, name: str, origin: Origin | None = None) -> Total:
         return self.totals.get(key) or self.totals.setdefault(key, Total(name, origin))
@@ -110,6 +132,7 @@ class Recorder(Observer):
         self.step, self._step_start = 0, self.start
         self._running: dict[Any, Track] = {}
         """The tracks of the workers that run, by their `Comm`."""
+        self._names: dict[Any, Name] = {}
         self._sampled = 0.0
         self._statm = _open_statm()
 
@@ -127,25 +150,33 @@ class Recorder(Observer):
             return body(worker)
         finally:
             end = perf_counter()
-            track.add(("map", ", ".join(map(str, name)) or "run", start, end, comm.waited - waited, self.step))
+            track.add(self._name("map", tuple(name), self.step), start, end, comm.waited - waited)
             self._running.pop(comm, None)
             if end - self._sampled > _MEMORY_INTERVAL:
                 self.sample_memory(end)
 
-    def collective(self, comm: Any, sent: Sent, phases: Sequence[Phase]) -> None:
+    def collective(self, comm: Any, sent: Any, phases: Sequence[Phase]) -> None:
         """Record a collective."""
-        self._running.get(comm, self.program).add((sent, phases))
+        track = self._running.get(comm, self.program)
+        for start, end, waited in phases:
+            track.add(sent, start, end, waited)
+            sent = END
 
     def kernel(self, name: str, start: float) -> None:
         """Record a kernel of the worker that runs."""
         end, worker = perf_counter(), WORKER.get()
         track = self.program if worker is None else self._running.get(worker.comm, self.program)
-        track.add(("kernel", name, start, end, 0.0, 0))
+        track.add(self._name("kernel", name, 0), start, end, 0.0)
+
+    def _name(self, kind: str, name: Any, step: int) -> Name:
+        """One object for each name."""
+        key = kind, name, step
+        return self._names.get(key) or self._names.setdefault(key, Name(kind, name, step))
 
     def next_step(self) -> None:
         """End a step, and begin the next one."""
         now = perf_counter()
-        self.program.add(("step", f"step {self.step}", self._step_start, now, 0.0, self.step))
+        self.program.add(Name("step", f"step {self.step}"), self._step_start, now, 0.0)
         self.step, self._step_start = self.step + 1, now
         self.sample_memory(now)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spmd.profiling.recording import Collective, Recorder, Span, Track
+from spmd.profiling.recording import END, Name, Recorder, Track
+from spmd.transport.observing import Phase, Sent
 
 __all__ = ["left_out", "text_of_events", "track_name"]
 
@@ -67,11 +68,11 @@ def _events(
     for track in recorder.tracks.values():
         yield from threads.named(track_name(track), _PROGRAM if track.worker is None else 1 + track.worker)
         place = threads.place
-        for event in track.events:
-            if len(event) == 2:
-                yield from _collective(event, place, micros, numbers)
+        for what, phases in _grouped(track):
+            if isinstance(what, Name):
+                yield _span(what, *phases[0], place, micros)
             else:
-                yield _span(event, place, micros)
+                yield from _collective(what, phases, place, micros, numbers)
     for when, nbytes in recorder.memory:
         args = {"bytes": nbytes}
         yield {"ph": "C", "name": "memory in use", "pid": process, "tid": 0, "ts": micros(when), "args": args}
@@ -110,19 +111,32 @@ def _duration(seconds: float) -> float:
     return max(0.0, round(seconds * 1e6, 3))
 
 
-def _span(span: Span, place: dict[str, int], micros: Any) -> dict[str, Any]:
-    kind, name, start, end, waited, step = span
-    args = {"step": step, "wait_us": _duration(waited)} if kind == "map" else {}
-    head = {"ph": "X", "name": name, "cat": kind, **place}
+def _grouped(track: Track) -> Iterator[tuple[Name | Sent, list[Phase]]]:
+    """The events of a track, each with its phases."""
+    last: Any = None
+    phases: list[Phase] = []
+    for what, *phase in track.each():
+        if what is END:
+            phases.append(tuple(phase))
+            continue
+        if last is not None:
+            yield last, phases
+        last, phases = what, [tuple(phase)]
+    if last is not None:
+        yield last, phases
+
+
+def _span(name: Name, start: float, end: float, waited: float, place: dict[str, int], micros: Any) -> dict[str, Any]:
+    args = {"step": name.step, "wait_us": _duration(waited)} if name.kind == "map" else {}
+    head = {"ph": "X", "name": name.text, "cat": name.kind, **place}
     return {**head, "ts": micros(start), "dur": _duration(end - start), "args": args}
 
 
 def _collective(
-    event: Collective, place: dict[str, int], micros: Any, numbers: Iterator[int]
+    sent: Sent, phases: Sequence[Phase], place: dict[str, int], micros: Any, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """A complete event for each phase. Where others run between two phases, an asynchronous event shows that the
     collective is under way."""
-    sent, phases = event
     origin = sent.origin
     described = {
         "operator": origin.operator,

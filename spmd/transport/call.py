@@ -176,6 +176,7 @@ class Call:
         *(
             "known_origin",
             "last_recorded",
+        "last_sent",
             "leaf",
             "needs_grad",
             "op",
@@ -214,6 +215,7 @@ class Call:
         self.recorded_at: Place | None = None
         self.known_origin: Origin | None = None
         self.last_recorded: Call | None = None
+        self.last_sent: Any = None
         self.code, self.instruction = place_of(frame)
 
     def of(self, shape: tuple[int, ...], *, same_shape: bool | None = None) -> Call:
@@ -230,7 +232,7 @@ class Call:
         last = self.last_recorded
         if last is None or last.recorded_at is not place:
             last = self.last_recorded = copy(self)
-            last.recorded_at, last.known_origin = place, None
+            last.recorded_at, last.known_origin, last.last_sent = place, None, None
         return last
 
     @property

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from spmd.transport.algorithms.cost import Cost
-from spmd.transport.call import LEDGERS, Call, Observer, Origin, Place
+from spmd.transport.call import LEDGERS, Call, Observers, Origin, Place
 from spmd.transport.handles import Done, Handle
 
 __all__ = ["Phase", "Sent", "Use", "count", "observed", "observed_run", "origin_of"]
@@ -22,13 +22,15 @@ sends."""
 
 
 class Sent(NamedTuple):
-    """What a worker calls and sends in a collective. name: the function as users write it. verbs: of the transport."""
+    """What a worker calls and sends in a collective. name: the function as users write it. verbs: of the transport.
+    recorded_at: that of the call."""
 
     name: str
     origin: Origin
     verbs: tuple[str, ...]
     messages: int
     nbytes: int
+    recorded_at: Place | None
 
     @classmethod
     def of(cls, call: Call, origin: Origin, costs: Costs) -> Sent:
@@ -37,7 +39,7 @@ class Sent(NamedTuple):
         for _, cost, _ in costs:
             messages += cost.messages
             nbytes += cost.nbytes
-        return cls(call.op, origin, tuple([verb for verb, _, _ in costs]), messages, nbytes)
+        return cls(call.op, origin, tuple([verb for verb, _, _ in costs]), messages, nbytes, call.recorded_at)
 
 
 class Use:
@@ -49,7 +51,7 @@ class Use:
 
     __slots__ = ("call", "comm", "costs", "observers", "origin", "phases")
 
-    def __init__(self, comm: Any, call: Call, observers: Sequence[Observer]):
+    def __init__(self, comm: Any, call: Call, observers: Observers):
         self.comm, self.call, self.observers = comm, call, observers
         self.origin = origin_of(comm, call)
         self.costs: Costs = []
@@ -68,12 +70,18 @@ class Use:
     def count(self, verb: str, cost: Cost, declared: Cost) -> None:
         """A verb is used."""
         self.costs.append((verb, cost, declared))
+        if self.observers.replays:
+            return
         for observer in self.observers:
             observer.verb(self.comm.worker, verb, cost, declared, self.origin)
 
     def end(self) -> None:
         """The worker has its result."""
         sent = Sent.of(self.call, self.origin, self.costs)
+        if self.call.last_sent == sent:
+            sent = self.call.last_sent  # one object each time, for those who keep it
+        else:
+            self.call.last_sent = sent
         for observer in self.observers:
             observer.collective(self.comm, sent, self.phases)
 
@@ -98,7 +106,7 @@ class _Pending:
         return self.value
 
 
-def observed(comm: Any, call: Call, observers: Sequence[Observer], start: Callable[[], Handle]) -> Handle:
+def observed(comm: Any, call: Call, observers: Observers, start: Callable[[], Handle]) -> Handle:
     """start(), observed until the worker has the result. A collective within another one is a part of that one."""
     if comm.use is not None:
         return start()

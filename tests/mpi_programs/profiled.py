@@ -1,9 +1,9 @@
 """A profile of examples/digits.py, of jitted steps, of a block that raises, or with clocks that differ by host.
 
-    profiled.py digits FOLDER      trace.json, and for each worker N what its ledger says in ledgerN.json
-    profiled.py jitted FOLDER      trace.json, and ledgerN.json of one step
-    profiled.py raising FOLDER     trace.json and trace.processN.json
-    profiled.py clocks FOLDER      trace.json, where each process seems to be on a host of its own
+profiled.py digits FOLDER      trace.json, and for each worker N what its ledger says in ledgerN.json
+profiled.py jitted FOLDER      trace.json, and ledgerN.json of one step
+profiled.py raising FOLDER     trace.json and trace.processN.json
+profiled.py clocks FOLDER      trace.json, where each process seems to be on a host of its own
 """
 
 import json

@@ -129,9 +129,7 @@ def test_kernels_and_products_are_shown_and_released(tmp_path):
         lambda x, w: functions.max_pool(functions.conv(x, w), 2), in_specs=(P(None, None, "x"), P()), out_specs=P()
     )
     del conv
-    local = spmd.map(
-        lambda x, w: np.sum(spmd.softmax_cross_entropy(x @ w, np.zeros(len(x), int))), (P(), P()), P()
-    )
+    local = spmd.map(lambda x, w: np.sum(spmd.softmax_cross_entropy(x @ w, np.zeros(len(x), int))), (P(), P()), P())
     with spmd.Mesh(x=2, transport="local"):
         with spmd.profile(tmp_path / "a.json") as outer:
             with spmd.profile() as inner:
@@ -232,12 +230,17 @@ def test_meshes_share_a_file_with_a_track_for_each_worker(tmp_path):
             total(np.arange(6.0))
     trace = read_trace(tmp_path / "trace.json")
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert names == {"program", *(f"worker {w} (x={w})" for w in range(3)), *(f"worker {w} (x=0, y={w})" for w in (0, 1))}
+    assert names == {
+        "program",
+        *(f"worker {w} (x={w})" for w in range(3)),
+        *(f"worker {w} (x=0, y={w})" for w in (0, 1)),
+    }
 
 
 def test_other_threads_are_not_recorded():
     step = program()
     with spmd.Mesh(x=2, transport="local") as mesh:
+
         def other():
             with mesh:
                 step(W, X)
