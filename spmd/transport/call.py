@@ -176,7 +176,7 @@ class Call:
         *(
             "known_origin",
             "last_recorded",
-        "last_sent",
+            "last_sent",
             "leaf",
             "needs_grad",
             "op",

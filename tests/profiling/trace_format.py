@@ -1,4 +1,4 @@
-"""A validator of files in the Chrome Trace Event Format, from its documentation: what Perfetto and chrome://tracing need.
+"""A validator of files in the Chrome Trace Event Format, after its documentation.
 
 Only the kinds of events that profiles have are allowed: complete, counter, metadata and asynchronous ones.
 """
