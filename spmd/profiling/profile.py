@@ -177,9 +177,7 @@ class Profile:
 
     def _write(self, path: Path, parts: list[str], about: dict[str, Any]) -> None:
         """Write the file. about: what it says of itself."""
-        from spmd import __version__
-
-        about = {"producer": f"spmd {__version__}", "limit_per_worker": self._limit, **about}
+        about = {"producer": "spmd.profile", "limit_per_worker": self._limit, **about}
         text = ",\n".join(part for part in parts if part)
         whole = f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},\n"traceEvents":[\n{text}\n]}}\n'
         path.write_text(whole, encoding="utf-8")
