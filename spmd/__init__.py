@@ -43,6 +43,7 @@ from spmd.operators.root import broadcast, gather, keep, replicate, scatter, sum
 from spmd.operators.varying import block, varying
 from spmd.ownership import freeze, thaw
 from spmd.placement import from_blocks, from_callback, put
+from spmd.progress_bars import progress
 
 if TYPE_CHECKING:
     from spmd import fft as fft
@@ -149,6 +150,7 @@ __all__ = [
     "pmin",
     "ppermute",
     "profile",
+    "progress",
     "pshuffle",
     "pslice",
     "psum",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import _GeneratorContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -22,18 +22,12 @@ from spmd.resharding import SHOWN
 from spmd.state import REPLICAS
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
+from spmd.worker_prints import print_by_worker
 
 __all__ = ["debug"]
 
 
-@api_boundary
-def debug(
-    *,
-    mutation: bool | None = None,
-    nans: bool | str | None = None,
-    replicas: bool | None = None,
-    reshards: bool | None = None,
-) -> _GeneratorContextManager[None]:
+class _Debug:
     """Expensive checks for the code inside the block; also a decorator.
 
     Other checks keep their setting from outside of the block.
@@ -60,13 +54,56 @@ def debug(
             value, pull = spmd.vjp(f, x)
             x += 1          # f(x) was recorded with the old x
             pull(1.0)       # MutationError
+
+    `spmd.debug.print(x)`, in a body, says which worker prints, in the order of the workers:
+
+        >>> with spmd.Mesh(x=2):
+        ...     y = spmd.map(lambda x: spmd.debug.print("sum", x.sum()), P("x"), None)(np.arange(4.0))
+        [x=0] sum 1.0
+        [x=1] sum 5.0
     """
-    if not (nans is None or isinstance(nans, bool) or nans == "nan"):
-        raise MeshError.at(
-            "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
-        )
-    kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
-    return _debugging(mutation, kinds, replicas, reshards)
+
+    @api_boundary
+    def __call__(
+        self,
+        *,
+        mutation: bool | None = None,
+        nans: bool | str | None = None,
+        replicas: bool | None = None,
+        reshards: bool | None = None,
+    ) -> _GeneratorContextManager[None]:
+        if not (nans is None or isinstance(nans, bool) or nans == "nan"):
+            raise MeshError.at(
+                "spmd.debug", argument="nans", got=repr(nans), need='True, False or "nan"', mend="nans=True for both"
+            )
+        kinds = {True: "nan or inf", False: ""}[nans] if isinstance(nans, bool) else nans
+        return _debugging(mutation, kinds, replicas, reshards)
+
+    @api_boundary
+    def print(
+        self,
+        *values: Any,
+        sep: str = " ",
+        end: str = "\n",
+        file: TextIO | None = None,
+        only: int | Mapping[str, int] | None = None,
+    ) -> None:
+        """`print` in a body, in front of each line the place of the worker: `[data=0,model=1] 3.5`.
+
+        values, sep, end, file: as for `print`; the values of traced arrays are printed. What all workers print comes
+        out as one, in the order of their numbers, of the first process under MPI and torchrun.
+        only: the number of a worker, or indices along axes, as {"data": 0}: those workers print at once, each by
+        itself, and nothing is sent.
+        Outside of bodies the first process prints, and nothing stands in front.
+        In `spmd.jit` of a map it prints at each call. Where `spmd.checkpoint` runs a body again, it prints again.
+        Collective along all axes of the map without `only`: every worker must call it, as often as the others; in
+        `spmd.at_root` the root alone prints. Cost: a message from each worker but the first.
+        Raises MeshError for workers that do not exist, JitError within `spmd.jit` outside of bodies.
+        """
+        print_by_worker(values, sep, end, file, only)
+
+
+debug = _Debug()
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from mistakes import (
     maps,
     norms_and_losses,
     parsed,
+    pictures,
     recurrent,
     refused,
     resampling,
@@ -50,6 +51,7 @@ EVERY = [
     *resampling.ROWS,
     *norms_and_losses.ROWS,
     *transforms.ROWS,
+    *pictures.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}

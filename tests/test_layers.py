@@ -55,6 +55,7 @@ LEVELS = [
     {"fft", "functions", "random", "optim", "optim_numbers", "solvers"},
     {"io"},
     {"bench"},
+    {"progress_bars", "worker_prints"},
     {"ledger", "debug", "info", "doctor"},
     {"profiling"},
     {"numpy", "plot", "scipy"},

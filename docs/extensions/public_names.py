@@ -36,7 +36,7 @@ SPMD_GROUPS = {
     "Programs and loops": "jit scan fori_loop cond while_loop",
     "Functions for models": "relu log_softmax softmax_cross_entropy optim",
     "Saving": "save load ShapeDtypeStruct",
-    "Checking and seeing": "check_adjoint check_grads check_vjp debug ledger profile info",
+    "Checking and seeing": "check_adjoint check_grads check_vjp debug ledger profile info progress",
 }
 """The names of `spmd` itself, each in one group."""
 
