@@ -153,7 +153,7 @@ class Report:
         from rich.console import Group
         from rich.text import Text
 
-        parts = [Text(part) if isinstance(part, str) else part for part in self.parts]
+        parts: list[Any] = [Text(part) if isinstance(part, str) else part for part in self.parts]
         return Group(Text(self.heading, style="bold"), *parts)
 
 
