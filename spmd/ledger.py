@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from spmd.representations.tables import Printed, Report, Table
 from spmd.transport.algorithms.cost import Cost
 from spmd.transport.call import LEDGERS, Observer, Origin, begin_observing
 
@@ -77,7 +78,7 @@ class Record:
         return list(merged.values())
 
 
-class Ledger(Observer):
+class Ledger(Printed, Observer):
     """The counts of the workers of this process.
 
     operators, verbs, messages, bytes, rounds, rows: of the first of them: worker 0 of virtual workers, its own under
@@ -138,15 +139,11 @@ class Ledger(Observer):
         """A `Row` for each line, operator, axes and direction, in the order of the first calls."""
         return self.first.rows()
 
-    def __str__(self) -> str:
+    def _report(self) -> Report:
         head = ("line", "operator", "axes", "direction", "times", "messages", "bytes", "declared")
-        rows = [head, *((short_line(r.line), r.operator, " ".join(r.axes), *map(str, r[3:])) for r in self.rows())]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
-        lines = [
-            "  ".join(x.ljust(w) if k < 4 else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows
-        ]
-        return "\n".join([*lines, f"{self.messages} messages, {self.bytes} bytes sent by one worker"])
+        rows = [(short_line(r.line), r.operator, " ".join(r.axes), *map(str, r[3:])) for r in self.rows()]
+        total = f"{self.messages} messages, {self.bytes} bytes sent by one worker"
+        return Report("", [Table(rows, head, right=range(4, 8)), total], gap="\n")
 
 
 def short_line(line: str) -> str:

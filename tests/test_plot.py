@@ -15,6 +15,7 @@ import pytest
 import spmd
 from spmd import Layout, P
 from spmd.layout_picture import format_workers
+from spmd.ledger import Ledger
 from spmd.representations.colours import COLOURS
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -198,6 +199,58 @@ def test_fields_without_entries_and_of_truth_values():
         ax.figure.draw_without_rendering()
     ax = spmd.plot.field(spmd.put(np.eye(4) > 0, P("x"), spmd.Mesh(x=2)))
     np.testing.assert_array_equal(ax.images[0].get_array(), np.eye(4))
+
+
+# ledger
+
+
+def counted(lines: int = 1) -> Ledger:
+    """A ledger of a map that sums and gathers, and of its gradient."""
+    namespace = {"spmd": spmd, "np": np}
+    source = "def body(x, w):\n    y = spmd.all_gather(x @ w, 'x', tiled=True)\n"
+    source += "    y = y + spmd.psum(y[:1], 'x').sum()\n" * lines + "    return spmd.psum(np.sum(y**2), 'x')\n"
+    exec(source, namespace)
+    f = spmd.map(namespace["body"], (P("x"), P()), P())
+    with spmd.Mesh(x=4), spmd.ledger() as log:
+        spmd.grad(lambda w: f(np.ones((7, 3)), w))(np.ones((3, 3)))
+    return log
+
+
+def test_a_ledger_has_a_bar_for_each_line_that_sends():
+    log = counted()
+    ax = spmd.plot.ledger(log)
+    rows = [row for row in log.rows() if row.bytes]
+    assert sorted(p.get_width() for p in ax.patches) == sorted(row.bytes for row in rows)
+    assert {p.get_hatch() for p in ax.patches} == {None, "////"}
+    wanted = {f"{row.line.rpartition('/')[2]}\n{row.operator} over x" for row in rows}
+    assert {t.get_text() for t in ax.get_yticklabels()} == wanted
+    assert f" in {log.messages} messages" in ax.get_title()
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("lines", [1, 6, 40])
+def test_texts_of_a_ledger_do_not_collide(lines):
+    ax = spmd.plot.ledger(counted(lines))
+    assert not collide(boxes(ax, [*shown_ticks(ax), *ax.texts, ax.title]))
+    frame = ax.get_window_extent()
+    assert all(box.x1 <= frame.x1 for box in boxes(ax, ax.texts))
+    assert ax.get_legend().get_window_extent().x0 >= frame.x1
+
+
+def test_a_ledger_of_many_lines_sums_the_rest():
+    log = counted(40)
+    ax = spmd.plot.ledger(log, most=5)
+    assert len(ax.get_yticks()) == 5
+    assert ax.get_yticklabels()[-1].get_text().endswith(" others")
+    assert sum(p.get_width() for p in ax.patches) == log.bytes
+
+
+def test_a_ledger_of_nothing():
+    with spmd.ledger() as log:
+        pass
+    ax = spmd.plot.ledger(log)
+    assert [t.get_text() for t in ax.texts] == ["nothing is sent"]
+    ax.figure.draw_without_rendering()
 
 
 # timeline

@@ -26,6 +26,12 @@ def failed_report() -> AdjointReport:
     return spmd.check_adjoint(doubled, (5,), in_specs=P("x"), out_specs=P("x"), mesh=mesh, raises=False)
 
 
+def counted(mesh):
+    with spmd.ledger() as log:
+        spmd.map(lambda x: spmd.psum(x, "x"), P("x"), P(), mesh=mesh)(np.arange(4.0))
+    return log
+
+
 def objects(folder) -> dict[str, object]:
     """One of each kind that has a report."""
     mesh = spmd.Mesh(**MESH, transport="local")
@@ -39,12 +45,24 @@ def objects(folder) -> dict[str, object]:
         "window": spmd.plan_window(10, 3, padding=1, inputs=3),
         "windows": spmd.plan_windows(spmd.Layout((9, 7), P("x"), {"x": 2}), 3),
         "checkpoint": spmd.io.inspect(folder / "saved"),
+        "ledger": counted(mesh),
         "adjoint": spmd.check_adjoint(lambda x: 2.0 * x, (5,), in_specs=P("x"), out_specs=P("x"), mesh=mesh),
         "not adjoint": failed_report(),
     }
 
 
-KINDS = ["array", "layout", "mesh", "Fourier plan", "window", "windows", "checkpoint", "adjoint", "not adjoint"]
+KINDS = [
+    "array",
+    "layout",
+    "mesh",
+    "Fourier plan",
+    "window",
+    "windows",
+    "checkpoint",
+    "ledger",
+    "adjoint",
+    "not adjoint",
+]
 
 
 def text_of(thing) -> str:
@@ -82,7 +100,7 @@ def test_text_html_and_rich_say_the_same(kind, tmp_path):
 
 def test_all_that_the_text_of_a_plan_says_stands_in_its_html(tmp_path):
     made = objects(tmp_path)
-    for kind in ("Fourier plan", "window", "windows", "checkpoint", "not adjoint"):
+    for kind in ("Fourier plan", "window", "windows", "checkpoint", "ledger", "not adjoint"):
         page = ElementTree.fromstring(made[kind]._repr_html_())
         assert words(str(made[kind])) <= words(" ".join(page.itertext())) | {"error"}, kind
 

@@ -5,6 +5,7 @@ Each function returns the Axes that it draws on: `ax`, or those of a new figure.
 
 from spmd.plot.fields import field
 from spmd.plot.layouts import layout
+from spmd.plot.sent import ledger
 from spmd.plot.timelines import timeline
 
-__all__ = ["field", "layout", "timeline"]
+__all__ = ["field", "layout", "ledger", "timeline"]

@@ -17,6 +17,7 @@ from spmd.profiling.recording import Recorder
 from spmd.profiling.table import ProfileRow, merged_rows, rows_of, table
 from spmd.profiling.torch_operations import TorchOperations
 from spmd.profiling.trace import left_out, text_of_events
+from spmd.representations.tables import Printed, Report
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import LEDGERS, begin_observing
 from spmd.transport.processes.job import job_world
@@ -69,7 +70,7 @@ def profile(path: str | os.PathLike[str] | None = None, *, limit: int = LIMIT, t
     return Profile(path, limit, torch)
 
 
-class Profile:
+class Profile(Printed):
     """A profile: see `spmd.profile`.
 
     path: of the file that was written here, or None. seconds: the duration of the block. notes: sentences about the
@@ -132,9 +133,9 @@ class Profile:
         """The rows of the table: `ProfileRow` says what they hold. Empty inside the block."""
         return list(self._rows)
 
-    def __str__(self) -> str:
+    def _report(self) -> Report:
         head = f"{self.seconds:.3f} s" + (f", {self.path}" if self.path is not None else "")
-        return "\n".join([table(self._rows), head, *self.notes])
+        return Report("", [*table(self._rows), head, *self.notes], gap="\n")
 
     def _write_alone(
         self, recorder: Recorder, others: list[dict[str, Any]], lost: list[Any], error: BaseException | None

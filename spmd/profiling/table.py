@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from spmd.ledger import short_line
 from spmd.profiling.recording import Recorder
+from spmd.representations.tables import Table
 
 __all__ = ["ProfileRow", "merged_rows", "rows_of", "table"]
 
@@ -92,10 +93,10 @@ _SHOWN = 20
 """Operations of torch in the table."""
 
 
-def table(rows: Sequence[ProfileRow]) -> str:
-    """The rows as a text: collectives by line and axis, then maps and kernels; of steps their mean."""
+def table(rows: Sequence[ProfileRow]) -> list[Table | str]:
+    """The rows as a table: collectives by line and axis, then maps and kernels; below it what is said of the rest."""
     head = ("line", "function", "axes", "direction", "times", "seconds", "waiting", "moving", "MB", "MB/s", "share")
-    cells: list[tuple[str, ...]] = [head]
+    cells: list[tuple[str, ...]] = []
     operations = [row for row in rows if row.kind in ("torch", "device")]
     for row in rows:
         if row.kind == "step" or row in operations[_SHOWN:]:
@@ -113,16 +114,11 @@ def table(rows: Sequence[ProfileRow]) -> str:
                 ),
             )
         )
-    widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
-    left = 4
-    lines = [
-        "  ".join(x.ljust(w) if k < left else x.rjust(w) for k, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
-    ]
+    parts: list[Table | str] = [Table(cells, head, right=range(4, len(head)))]
     if len(operations) > _SHOWN:
-        lines.append(f"and {len(operations) - _SHOWN} more operations of torch, of less time")
+        parts.append(f"and {len(operations) - _SHOWN} more operations of torch, of less time")
     steps = [row for row in rows if row.kind == "step"]
     if steps:
         seconds = sum(row.seconds for row in steps)
-        lines.append(f"{len(steps)} steps of {seconds / len(steps):.4f} s")
-    return "\n".join(line.rstrip() for line in lines)
+        parts.append(f"{len(steps)} steps of {seconds / len(steps):.4f} s")
+    return parts

@@ -127,7 +127,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """A heading, and below it texts, tables and pictures. gap: what stands between them as text."""
+    """A heading, if it is not empty, and below it texts, tables and pictures. gap: what stands between them as text."""
 
     heading: str
     parts: Sequence[Part | str] = ()
@@ -136,14 +136,14 @@ class Report:
     def text(self) -> str:
         """The report as lines."""
         parts = [part if isinstance(part, str) else part.text() for part in self.parts]
-        return self.gap.join([self.heading, *parts])
+        return self.gap.join([self.heading, *parts] if self.heading else parts)
 
     __str__ = text
 
     def html(self) -> str:
         """The report as an element of HTML: the parts lie next to each other as far as there is room."""
         parts = "".join(_paragraph(part) if isinstance(part, str) else part.html() for part in self.parts)
-        heading = _paragraph(self.heading, "font-weight: bold; margin: 0 0 0.5em")
+        heading = _paragraph(self.heading, "font-weight: bold; margin: 0 0 0.5em") if self.heading else ""
         flow = "display: flex; flex-wrap: wrap; gap: 1em 1.5em; align-items: flex-start"
         return f'<div>{heading}<div style="{flow}">{parts}</div></div>'
 
@@ -154,7 +154,7 @@ class Report:
         from rich.text import Text
 
         parts: list[Any] = [Text(part) if isinstance(part, str) else part for part in self.parts]
-        return Group(Text(self.heading, style="bold"), *parts)
+        return Group(*[Text(self.heading, style="bold")][: bool(self.heading)], *parts)
 
 
 def _paragraph(text: str, style: str = "margin: 0") -> str:

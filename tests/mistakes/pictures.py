@@ -76,6 +76,15 @@ ROWS = [
         "draw an array that is not empty",
     ),
     Row(
+        "a picture of no ledger",
+        lambda: spmd.plot.ledger({}),
+        LayoutError,
+        "spmd.plot.ledger: argument log",
+        "{}",
+        "a ledger, and at least one bar",
+        "with spmd.ledger() as log: ...",
+    ),
+    Row(
         "a timeline of an array",
         lambda: spmd.plot.timeline(X),
         LayoutError,
