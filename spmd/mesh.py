@@ -228,8 +228,7 @@ class Mesh(Summarised):
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
 
     def _report(self) -> Report:
-        name = "to be chosen at first use" if self._transport is None else self._transport.name
-        return mesh_report(repr(self), self.axes, [("transport", name), ("device", self.device)])
+        return mesh_report(repr(self), self.axes, getattr(self._transport, "name", None), self.device)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

@@ -79,12 +79,16 @@ def mesh_grids(axes: Mapping[str, int]) -> BlockGrids:
     return BlockGrids([(1,) * n for n in axes.values()], [(name,) for name in axes], axes, holders)
 
 
-def mesh_report(title: str, axes: Mapping[str, int], rows: Sequence[tuple[str, str]]) -> Report:
-    """A table beside a picture of the workers of a mesh."""
+def mesh_report(title: str, axes: Mapping[str, int], transport: str | None, device: str) -> Report:
+    """A table beside a picture of the workers of a mesh. transport: its name; None if none is chosen yet."""
     grids = mesh_grids(axes)
-    shown = [("axes", ", ".join(f"{name}: {n}" for name, n in axes.items()) or "none"), *rows]
-    facts = Table([*shown, ("workers", str(len(grids.holders)))])
-    return Report("Mesh", [facts, BlocksPicture(grids, f"The workers of {title}", 0)])
+    facts = [
+        ("axes", ", ".join(f"{name}: {n}" for name, n in axes.items()) or "none"),
+        ("transport", transport or "to be chosen at first use"),
+        ("device", device),
+        ("workers", str(len(grids.holders))),
+    ]
+    return Report("Mesh", [Table(facts), BlocksPicture(grids, f"The workers of {title}", 0)])
 
 
 def layout_report(
