@@ -432,8 +432,7 @@ class Mesh(Summarised):
                 WORKER.reset(token)
 
         # Workers that record take turns: a line for bare data goes into the programs of all.
-        in_turns = self.scheduler == "auto" or programs is not None
-        chosen = scheduler or ("lockstep" if in_turns else self.scheduler)
+        chosen = scheduler or ("lockstep" if self.scheduler == "auto" or programs is not None else self.scheduler)
         outcome = self.transport.run(main, chosen, self.describe)
         outcome.replicas = replicas
         return outcome

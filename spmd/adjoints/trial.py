@@ -326,8 +326,8 @@ class Trial(InBody):
 
     def _bound(self, op: Operator) -> Operator:
         """The operator as the tape has it, bound to the lengths of the blocks."""
-        operators = (a for node in self.pull.tape.nodes for a in node.args or () if isinstance(a, Operator))
-        return next((bound for bound in operators if type(bound) is type(op)), op)
+        kept = (getattr(a, "op", a) for node in self.pull.tape.nodes for a in node.args or ())  # at a line, or bare
+        return next((bound for bound in kept if type(bound) is type(op)), op)
 
     def _copies_differ(self, marks: np.ndarray, varying: frozenset[str], rooted: tuple[str, ...]):
         """Axes and two workers that should hold one value along them, and do not; otherwise None."""

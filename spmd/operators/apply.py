@@ -183,10 +183,10 @@ def _observe(observers: Sequence[Observer], worker: Worker, origin: Origin) -> N
 class _Located:
     """A collective on a tape, and the user's line that called it: observers name it in the backward sweep."""
 
-    __slots__ = ("function", "op", "place")
+    __slots__ = ("axes", "function", "op", "place")
 
     def __init__(self, op: Collective, place: Place):
-        self.op, self.place, self.function = op, place, op.function
+        self.op, self.place, self.function, self.axes = op, place, op.function, op.axes
 
     def pull(self, g: Any, x: Any, y: Any) -> Any:
         worker = here(f"spmd.{self.function}")

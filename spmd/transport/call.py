@@ -173,18 +173,8 @@ class Call:
 
     __slots__ = (
         *("axes", "backward", "borrowed", "code", "detail", "digest", "dtype", "host", "instruction"),
-        *(
-            "known_origin",
-            "last_recorded",
-            "last_sent",
-            "leaf",
-            "needs_grad",
-            "op",
-            "operator",
-            "recorded_at",
-            "same_shape",
-            "shape",
-        ),
+        *("known_origin", "last_recorded", "last_sent", "leaf", "needs_grad", "op", "operator"),
+        *("recorded_at", "same_shape", "shape"),
     )
 
     def __init__(
@@ -271,6 +261,7 @@ class CallOfMany(Call):
         detail = ", ".join(f"{n} times {text}" if n > 1 else text for text, n in runs)
         super().__init__(op, first.axes, first.dtype, shape, detail=f"packed: {detail}", same_shape=True, leaf=leaf)
         self.code, self.instruction, self.calls = first.code, first.instruction, calls
+        self.operator, self.backward, self.recorded_at = first.operator, first.backward, first.recorded_at
 
     @property
     def source(self) -> str:
