@@ -58,6 +58,14 @@ def check_vjp(
     5e-3 · S; in half precision such a function cannot be checked, which is an error.
 
     Raises AssertionError, which names the argument that is most wrong.
+
+        >>> wrong = spmd.custom_vjp(lambda x: x**2)
+        >>> wrong.defvjp(lambda x: (x**2, x), lambda x, g: (g * x,))
+        >>> spmd.check_vjp(wrong, (np.array(3.0),))
+        Traceback (most recent call last):
+            ...
+        AssertionError: check_vjp of <lambda>: argument number 0
+          ...
     """
     fun, xs, paths = _reduced(f, args)
     rng = np.random.default_rng(seed)
@@ -81,15 +89,17 @@ def check_vjp(
         _check_direction(wide, atol, rtol or tolerance(_DOUBLE), eps or _DOUBLE ** (1 / 3))
         _compare_precisions(point, wide, atol, max(rtol or 0, coarse**0.5))
     elif tolerance(coarse) > 0.1:
-        raise _failure(
-            f,
-            "the precision",
-            "a function that computes in half precision where it is given double",
-            "a function that computes in the dtype of its arguments",
-            "leave out what casts to half precision, for the check",
-        )
+        raise _failure(f, *_HALF_PRECISION)
     else:
         _check_direction(point, atol, rtol or tolerance(coarse), eps or coarse ** (1 / 3))
+
+
+_HALF_PRECISION = (
+    "the precision",
+    "a function that computes in half precision where it is given double",
+    "a function that computes in the dtype of its arguments",
+    "leave out what casts to half precision, for the check",
+)
 
 
 @api_boundary
@@ -109,6 +119,17 @@ def check_grads(
     The pullback is checked as a function of the arguments and of the cotangent, which covers forward mode, as that
     transposes the pullback. With "fwd" among the modes `jvp` is compared with the pullback besides.
     atol, rtol, eps: see `check_vjp`.
+
+        >>> cube = spmd.custom_vjp(lambda x: x**3)
+        >>> cube.defvjp(lambda x: (x**3, x), lambda x, g: (3 * g * spmd.stop_gradient(x) ** 2,))
+        >>> spmd.check_grads(cube, (2.0,), order=1)
+        >>> spmd.check_grads(cube, (2.0,), order=2)
+        Traceback (most recent call last):
+            ...
+        AssertionError: check_vjp of the pullback of <lambda>: argument number 0[0]
+          got:    0 by the pullback
+          needed: 3.922644754 by finite difference, within 1e-07
+          mend:   correct the derivative rule
     """
     if not set(modes) <= {"fwd", "rev"}:
         raise ValueError(

@@ -142,7 +142,15 @@ class custom_vjp(_Custom[Parameters, Result]):
     differentiable argument (None for zero). A cotangent in more state than its argument is summed over those axes.
     Arguments that nondiff_argnums or nondiff_argnames name have no gradient, and bwd is given them first.
     Keyword arguments and defaults are brought to their positions. The functions must not use arrays traced outside
-    of them. Forward mode works too: it transposes bwd.
+    of them. Forward mode works too: it transposes bwd. Raises DifferentiationError where rules are missing or give what
+    does not fit.
+
+        >>> @spmd.custom_vjp
+        ... def clipped(x):
+        ...     return x
+        >>> clipped.defvjp(lambda x: (x, None), lambda residuals, g: (np.clip(g, -1.0, 1.0),))
+        >>> spmd.grad(lambda x: np.sum(clipped(x) ** 2))(np.array([0.25, 3.0]))
+        array([0.5, 1. ])
     """
 
     fwd: Callable[..., Any] | None = None
@@ -187,6 +195,11 @@ class custom_jvp(_Custom[Parameters, Result]):
     rule(*nondiff_args, primals, tangents) -> (result, tangent of the result), linear in the tangents; reverse mode
     transposes it. `f.defjvps(rule_0, ...)` gives one function(tangent, result, *primals) per argument, None for an
     argument without derivative. Arguments and closures are as for custom_vjp.
+
+        >>> absolute = spmd.custom_jvp(lambda x: np.abs(x))
+        >>> absolute.defjvps(lambda tangent, result, x: np.where(x >= 0.0, tangent, -tangent))
+        >>> spmd.grad(lambda x: np.sum(absolute(x)))(np.array([0.0, -2.0]))
+        array([ 1., -1.])
     """
 
     rule: Callable[..., Any] | None = None

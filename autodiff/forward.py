@@ -38,7 +38,10 @@ def jvp(
     """`fun(*primals)` and its directional derivative along `tangents`, as a pair; with has_aux the aux as the third.
 
     primals, tangents: tuples or lists of the same structure, shapes and dtypes (Python numbers adapt); the tangent of
-    an integer is zeros of dtype float0.
+    an integer is zeros of dtype float0. Raises DifferentiationError for tangents that do not fit.
+
+        >>> spmd.jvp(lambda x: x**2, (np.array([1.0, 3.0]),), (np.array([1.0, 0.5]),))
+        (array([1., 9.]), array([2., 3.]))
     """
     check_sequences("jvp", fun, primals, tangents)
     out, push, *aux = linearize(fun, *primals, has_aux=has_aux)
@@ -62,6 +65,10 @@ def linearize(fun: Callable[..., Any], *primals: Any, has_aux: bool = False) -> 
     """`fun(*primals)` and its push-forward, a linear function of the tangents that may be called many times.
 
     With has_aux, `fun` returns (result, aux) and linearize (result, push-forward, aux).
+
+        >>> value, push = spmd.linearize(lambda x: x**2, np.array([1.0, 3.0]))
+        >>> push(np.array([1.0, 0.0])), push(np.array([0.0, 1.0]))
+        (array([2., 0.]), array([0., 6.]))
     """
     where = f"jvp of {name_of(fun)}"
     out, pull, *aux = vjp(fun, *primals, has_aux=has_aux)
@@ -86,6 +93,9 @@ def linear_transpose(fun: Callable[..., Any], *primals: Any) -> Callable[[Any], 
 
     primals: pytrees of arrays, or of anything with a shape and a dtype; their values do not matter. Of a function
     that is not linear it is the transpose of the derivative at zero.
+
+        >>> spmd.linear_transpose(lambda x: np.cumsum(x), np.zeros(3))(np.array([1.0, 0.0, 2.0]))
+        (array([3., 2., 2.]),)
     """
 
     def zeros(x):

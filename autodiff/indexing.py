@@ -331,7 +331,13 @@ def _rank(dtype) -> int:
 
 
 def at(x: Any) -> At:
-    """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`."""
+    """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`.
+
+    >>> spmd.at(np.zeros(3))[1].set(5.0)
+    array([0., 5., 0.])
+    >>> spmd.grad(lambda x: np.sum(spmd.at(x)[1].set(5.0) ** 2))(np.arange(3.0))
+    array([0., 0., 4.])
+    """
     return At(x)
 
 

@@ -62,6 +62,10 @@ def jacrev(
     holomorphic: for a holomorphic function, of complex arguments and with complex results. Without it results are
     real; the rows of a complex argument are gradients as those of `grad`.
     allow_int: integer arguments are no error; their Jacobian is zero.
+
+        >>> spmd.jacrev(lambda x: np.stack([x[0] * x[1], x[1] ** 2]))(np.array([2.0, 3.0]))
+        array([[3., 2.],
+               [0., 6.]])
     """
 
     @boundary_like(fun)
@@ -113,6 +117,9 @@ def jacfwd(
 
     holomorphic: for a holomorphic function, of complex arguments and with complex results. Without it arguments are
     real; results may be complex.
+
+        >>> spmd.jacfwd(lambda t: np.stack([t, t**2, t**3]))(2.0)
+        array([ 1.,  4., 12.])
     """
 
     @boundary_like(fun)
@@ -161,7 +168,12 @@ def hessian(
 def hessian(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable[..., Any]:
-    """The second derivatives of `fun`, as the Jacobian of the Jacobian: (*result, *argument, *argument) per leaf."""
+    """The second derivatives of `fun`, as the Jacobian of the Jacobian: (*result, *argument, *argument) per leaf.
+
+    >>> spmd.hessian(lambda x: x[0] ** 2 * x[1])(np.array([1.0, 3.0]))
+    array([[6., 2.],
+           [2., 0.]])
+    """
     return jacrev(jacrev(fun, argnums, has_aux, holomorphic), argnums, has_aux, holomorphic)
 
 
@@ -170,6 +182,9 @@ def hvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
     """The Hessian of a real scalar function at `primals` applied to `tangents`, without forming it: a tuple.
 
     The Hessian is symmetric, so that this is one gradient and one pullback of it.
+
+        >>> spmd.hvp(lambda x: np.sum(x**3), (np.array([1.0, 2.0]),), (np.array([1.0, 0.0]),))
+        (array([6., 0.]),)
     """
     check_sequences("hvp", fun, primals, tangents)
     _, pull = vjp(grad(fun, range(len(primals))), *primals)

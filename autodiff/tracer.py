@@ -205,6 +205,11 @@ class Array(StaticArray, metaclass=Shown):
     """An array whose operations are tracked: its state always, its derivative where a tape is given.
 
     It is immutable and behaves as the NumPy array it holds; `x.at[i].set(v)` gives a changed copy.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: (isinstance(x, spmd.Array), repr(spmd.psum(x, "x"))), P("x"), None)
+        ...     f(np.arange(4.0))
+        (True, 'Array([2., 4.], Invariant array float64[2])')
     """
 
     __slots__ = ("__weakref__", "node", "state", "tape", "value")

@@ -51,9 +51,12 @@ class PartitionedArray(Summarised, StaticArray):
     shape, dtype: of the whole array. layout: which box each worker holds. mesh: whose workers. blocks: the blocks of
     this process, by worker; copies of a block are one array.
 
-    NumPy's functions, operators and methods give what they give of the whole array, laid out on the same mesh, and are
-    differentiable. `spmd.map` says exactly what each worker does. `x.numpy()` assembles the array on every process
-    (collective under MPI). `np.asarray(x)` does so if this process holds all blocks.
+    NumPy's functions, operators and methods act on the whole array, differentiably; results lie on the same mesh.
+    `x.numpy()` assembles it on every process (collective under MPI), `np.asarray(x)` where all blocks are here.
+
+        >>> u = spmd.put(np.arange(4.0), P("x"), spmd.Mesh(x=2))
+        >>> np.cumsum(u) - u, u.blocks[1]
+        (PartitionedArray([0., 0., 1., 3.], dtype=float64, spec=P('x')), array([2., 3.]))
     """
 
     __slots__ = ("__weakref__", "_reduced", "blocks", "compared", "dtype", "layout", "mesh")
@@ -66,8 +69,7 @@ class PartitionedArray(Summarised, StaticArray):
         self.dtype = next(iter(self.blocks.values())).dtype
         self._reduced: PartitionedArray | None = None
         self.compared: bool | None = None
-        """Whether shape and copies agree on all processes, by a comparison or because a collective made them. False for
-        arrays of bare data, None for arrays computed from other global arrays."""
+        """Whether processes were compared, or are sure to agree. False for bare data, None for what is computed."""
 
     def __copy__(self) -> PartitionedArray:
         """Another array with the same blocks, which survive if this array is donated."""
@@ -165,9 +167,8 @@ class PartitionedArray(Summarised, StaticArray):
         check_usable("PartitionedArray.numpy", self)
         if self._is_recorded:
             return relayout(self, self.mesh.layout(self.shape, P()))
-        everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [
-            (*range(self.mesh.size),)
-        ]
+        every = (*range(self.mesh.size),)
+        everywhere = len(self.blocks) == self.mesh.size or [*self.layout.holders.values()] == [every]
         return self.reduced if everywhere else relayout(self, self.mesh.layout(self.shape, P()))
 
     def gathered(self) -> Any:
@@ -311,8 +312,7 @@ class PartitionedArray(Summarised, StaticArray):
         return [] if self.blocks is DONATED else [block for _, block in sorted(self.blocks.items())]
 
     def __str__(self) -> str:
-        """The entries, which takes all processes: collective, as `x.numpy()`. In a body, and of more than
-        SPMD_GATHER_LIMIT, a description."""
+        """The entries, collective as `x.numpy()`; in a body, and of more than SPMD_GATHER_LIMIT, a description."""
         usable = WORKER.get() is None and self.blocks is not DONATED
         if usable and (self.is_here or self.nbytes <= gather_limit()):
             return str(self.numpy())

@@ -21,21 +21,42 @@ __all__ = ["axis_index", "axis_size", "block_indices", "block_slices", "is_main"
 
 @api_boundary
 def axis_size(axis_name: str | Sequence[str]) -> int:
-    """The number of workers along an axis, or along several together. A plain int."""
+    """The number of workers along an axis, or along several together. A plain int.
+
+    Raises MeshError outside of bodies, and for an axis that the mesh does not have.
+
+        >>> with spmd.Mesh(x=2, y=3):
+        ...     spmd.map(lambda: (spmd.axis_size("y"), spmd.axis_size(("x", "y"))), (), None)()
+        (3, 6)
+    """
     worker = here("spmd.axis_size")
     return math.prod(worker.mesh.axes[n] for n in worker.mesh.names(axis_name, "spmd.axis_size"))
 
 
 @api_boundary
 def worker_index(axis_name: str | Sequence[str]) -> int:
-    """This worker's index along an axis, as a plain int. All branches on it must call the same collectives."""
+    """This worker's index along an axis, as a plain int. All branches on it must call the same collectives.
+
+    Raises MeshError outside of bodies, and for an axis that the mesh does not have.
+
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(lambda: spmd.varying([spmd.worker_index("x") ** 2], "x"), (), P("x"))()
+        PartitionedArray([0, 1, 4], dtype=int64, spec=P('x'))
+    """
     worker = here("spmd.worker_index")
     return worker.group(worker.mesh.names(axis_name, "spmd.worker_index")).index
 
 
 @api_boundary
 def axis_index(axis_name: str | Sequence[str]) -> Any:
-    """This worker's index along an axis (along several: major to minor), as an array that varies over it."""
+    """This worker's index along an axis (along several: major to minor), as an array that varies over it.
+
+    Raises MeshError outside of bodies, and for an axis that the mesh does not have.
+
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(lambda x: x + 10 * spmd.axis_index("x"), P("x"), P("x"))(np.arange(5))
+        PartitionedArray([ 0,  1, 12, 13, 24], dtype=int64, spec=P('x'))
+    """
     worker = here("spmd.axis_index")
     names = worker.mesh.names(axis_name, "spmd.axis_index")
     index = np.int64(worker.group(names).index)
@@ -49,11 +70,15 @@ def block_slices(shape: int | Sequence[int], spec: Spec) -> tuple[slice, ...]:
     shape: of the whole array. spec: how it is split: a P for balanced blocks, or a `Layout`. No data moves. Workers get
     different numbers, as by `worker_index`: declare what is made of them by `spmd.varying`, or use `block_indices`.
 
-        def read(n):
-            (rows,) = spmd.block_slices(n, P("data"))  # slice(4, 7) on worker 1 of 3, for n = 10
-            return spmd.varying(records[rows], "data")
-
     Outside of bodies: `x.layout.slices(worker)`. Raises SpecError or LayoutError for a spec that does not fit.
+
+        >>> records = np.arange(100, 110)
+        >>> def read(n):
+        ...     (rows,) = spmd.block_slices(n, P("data"))
+        ...     return spmd.varying(records[rows], "data")
+        >>> with spmd.Mesh(data=3):
+        ...     spmd.map(read, None, P("data"))(10)
+        PartitionedArray([100, 101, 102, 103, 104, 105, 106, 107, 108, 109], dtype=int64, spec=P('data'))
     """
     return _own_slices("spmd.block_slices", shape, spec)[1]
 
@@ -65,11 +90,17 @@ def block_indices(shape: int | Sequence[int], spec: Spec) -> tuple[Any, ...]:
     shape, spec: as for `block_slices`. The arrays are int64 and broadcast to the block; each varies over the axes that
     split its dimension. As `np.indices(shape, sparse=True)`, of one block of it.
 
-        def poisson_matrix(a):  # a block of rows of an array of shape (100, 100)
-            i, j = spmd.block_indices((100, 100), P("rows"))
-            return np.where(i == j, 2.0, 0.0) - (abs(i - j) == 1)
-
     Raises SpecError or LayoutError for a spec that does not fit.
+
+        >>> def poisson_rows(u):
+        ...     i, j = spmd.block_indices((4, 4), P("rows"))
+        ...     return np.where(i == j, 2, 0) - (abs(i - j) == 1)
+        >>> with spmd.Mesh(rows=2):
+        ...     spmd.map(poisson_rows, P("rows"), P("rows"))(np.zeros(4)).numpy()
+        array([[ 2, -1,  0,  0],
+               [-1,  2, -1,  0],
+               [ 0, -1,  2, -1],
+               [ 0,  0, -1,  2]])
     """
     worker = here("spmd.block_indices")
     layout, slices = _own_slices("spmd.block_indices", shape, spec)
@@ -93,7 +124,14 @@ def _own_slices(where: str, shape: int | Sequence[int], spec: Spec) -> tuple[Lay
 
 
 def is_main() -> bool:
-    """Whether this is the first process, or inside a body the first worker: the one that should print."""
+    """Whether this is the first process, or inside a body the first worker: the one that should print.
+
+    >>> spmd.is_main()
+    True
+    >>> with spmd.Mesh(x=2):
+    ...     spmd.map(lambda: print("once") if spmd.is_main() else None, (), None)()
+    once
+    """
     worker = WORKER.get()
     if worker is not None:
         return worker.index == 0

@@ -68,11 +68,13 @@ def zeros(
     `np.zeros` it says nothing of shape and dtype (`np.zeros_like` takes them too). An array of the same shape lies in
     the same blocks. In another, each dimension is split by the axes that split it in `like`, counted from the first.
 
-        with spmd.Mesh(x=4):
-            u = spmd.zeros((10, 3), spec=P("x"))
-            v = spmd.ones(10, like=u)  # laid out by P("x")
-
     Raises SpecError for a spec that does not fit, or beside like; LayoutError if like is no global array.
+
+        >>> with spmd.Mesh(x=4):
+        ...     u = spmd.zeros((10, 3), spec=P("x"))
+        ...     v = spmd.zeros(10, like=u)
+        >>> v.spec, [block.shape for block in u.blocks.values()]
+        (P('x'), [(3, 3), (3, 3), (2, 3), (2, 3)])
     """
     _by_name("spmd.zeros", dtype=dtype)
     return _made("spmd.zeros", _shape(shape), lambda index: np.zeros(_lengths(index), dtype), spec, mesh, like)
@@ -82,7 +84,15 @@ def zeros(
 def ones(
     shape: _Shape, dtype: Any = float, *, spec: Spec | None = None, mesh: Mesh | None = None, like: Any = None
 ) -> PartitionedArray:
-    """A global array of ones; see `zeros`."""
+    """A global array of ones; see `zeros`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.ones((3, 2), spec=P("x"))
+    >>> x
+    PartitionedArray([[1., 1.],
+                      [1., 1.],
+                      [1., 1.]], dtype=float64, spec=P('x', None))
+    """
     _by_name("spmd.ones", dtype=dtype)
     return _made("spmd.ones", _shape(shape), lambda index: np.ones(_lengths(index), dtype), spec, mesh, like)
 
@@ -97,7 +107,14 @@ def full(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """A global array of one number, or of values that broadcast; see `zeros`."""
+    """A global array of one number, or of values that broadcast; see `zeros`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.full((2, 3), [1, 2, 3], spec=P("x"))
+    >>> x
+    PartitionedArray([[1, 2, 3],
+                      [1, 2, 3]], dtype=int64, spec=P('x', None))
+    """
     _by_name("spmd.full", fill_value=fill_value, dtype=dtype)
     lengths = _shape(shape)
     values = np.broadcast_to(fill_value, lengths)
@@ -115,7 +132,13 @@ def arange(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """start, start + step, ... before stop, as a global array; see `zeros`. As `np.arange`, with the same bits."""
+    """start, start + step, ... before stop, as a global array; see `zeros`. As `np.arange`, with the same bits.
+
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.arange(0, 10, 2, spec=P("x"))
+    >>> x
+    PartitionedArray([0, 2, 4, 6, 8], dtype=int64, spec=P('x'))
+    """
     _by_name("spmd.arange", stop=stop, step=step, dtype=dtype)
     start, stop = (0, start) if stop is None else (start, stop)
     n = max(0, math.ceil((stop - start) / step))
@@ -142,7 +165,13 @@ def linspace(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """`num` numbers from start to stop, evenly apart, as a global array; see `zeros`. As `np.linspace`."""
+    """`num` numbers from start to stop, evenly apart, as a global array; see `zeros`. As `np.linspace`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.linspace(0.0, 1.0, 5, spec=P("x"))
+    >>> x
+    PartitionedArray([0.  , 0.25, 0.5 , 0.75, 1.  ], dtype=float64, spec=P('x'))
+    """
     _by_name("spmd.linspace", num=num, endpoint=endpoint)
     intervals = max(1, num - 1 if endpoint else num)
     apart = (stop - start) / intervals
@@ -169,7 +198,15 @@ def eye(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Ones on the k-th diagonal, as a global array; see `zeros`. As `np.eye`."""
+    """Ones on the k-th diagonal, as a global array; see `zeros`. As `np.eye`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     a = spmd.eye(3, spec=P("x"))
+    >>> a
+    PartitionedArray([[1., 0., 0.],
+                      [0., 1., 0.],
+                      [0., 0., 1.]], dtype=float64, spec=P('x', None))
+    """
     _by_name("spmd.eye", n_cols=n_cols, k=k, dtype=dtype)
 
     def block(index: _Index) -> np.ndarray:

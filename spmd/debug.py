@@ -34,18 +34,17 @@ class _Debug:
 
     mutation: a tape keeps the bare arrays that its rules need without copying them. Writing to one before the backward
     sweep silently changes the gradient. This check takes a checksum of each array when it is recorded, and compares it
-    when a backward sweep begins. Raises MutationError, which names the function and the line that recorded the array.
-    Costs two passes over all recorded arrays.
+    when a backward sweep begins. A MutationError names the function and the line that recorded the array. It costs two
+    passes over all recorded arrays.
 
     nans: stop at the first NaN or infinity ("nan": at NaNs only) in arrays of bodies, traced arrays and cotangents.
-    Raises NonFiniteError, which names the operation, the line, the worker and the index; for a cotangent the line that
-    recorded its operation. Costs a pass over every result. Bare arrays, such as those of a map with check=False, are
-    not checked.
+    A NonFiniteError names the operation, the line, the worker and the index; for a cotangent the line that recorded its
+    operation. It costs a pass over every result. Bare arrays, such as those of a map with check=False, are not checked.
 
     replicas: compare every Invariant array of a body with those of the other workers, which should be equal. All
     workers must make the same arrays: an array that only one makes, for example to print a sum, waits for the others
-    forever. Put that into `at_root`, or use bare data, `spmd.block(x)`. Raises ReplicaError at the first difference,
-    with the line, two workers and the first differing index. Costs a small message per result.
+    forever. Put that into `at_root`, or use bare data, `spmd.block(x)`. A ReplicaError at the first difference names
+    the line, two workers and the first differing index. It costs a small message per result.
 
     reshards: print, to standard error, each global array that is laid out anew: the line, the layouts, the operators
     that do it, and how many messages and bytes all workers send for it.

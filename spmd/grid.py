@@ -29,6 +29,11 @@ class Grid:
 
     DistDL's partition: `Grid((2, 2), workers=[4, 5, 6, 7])`.
     Raises LayoutError for arguments that are not numbers, and in a call for an array of fewer dimensions.
+
+        >>> grid = spmd.Grid((2,), workers=[1, 3])
+        >>> layout = grid.layout((5,), {"x": 4})
+        >>> [layout.block_shape(worker) for worker in range(4)]
+        [(0,), (3,), (0,), (2,)]
     """
 
     dims: tuple[int, ...]

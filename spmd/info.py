@@ -78,6 +78,13 @@ def info() -> str:
     """A report of the transports and devices of this process, and of those that a new mesh would use.
 
     Inside `with mesh:` it is about that mesh, and shows the schedulers that its maps have chosen.
+
+        >>> print(spmd.info())
+        spmd          0.1.0, Python ...
+        packages      numpy ...
+        ...
+        transport     local: virtual workers in this process
+        scheduler     ...
     """
     return information().text()
 

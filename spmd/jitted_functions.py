@@ -381,6 +381,15 @@ def jit(f: Callable[Parameters, Result]) -> Jitted[Parameters, Result]:
 
     f.text(): the programs so far, as Python. Raises JitError if f decides by a value (`if`, float(x), x[mask]) or takes
     bare data (spmd.block, x.numpy()), MeshError for arrays on several meshes. Without spmd.jit f may do all that.
+
+        >>> runs = []
+        >>> def norm(x):
+        ...     runs.append(spmd.worker_index("x"))
+        ...     return np.sqrt(spmd.psum(np.sum(x**2), "x"))
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.jit(spmd.map(norm, P("x"), P()))
+        ...     [f(np.array([3.0, 4.0]) * k).item() for k in (1, 2, 3)], sorted(runs)
+        ([5.0, 10.0, 15.0], [0, 1])
     """
     if isinstance(f, Jitted):
         return f

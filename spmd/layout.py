@@ -60,6 +60,12 @@ class Layout(Summarised):
     copies: "invariant": copies of one value, which counts once; "varying": different values, which all count.
 
     `Layout.grid` lays the array out on a grid of chosen workers. Its spec is None.
+
+        >>> layout = spmd.Layout((10, 3), P("x"), {"x": 4})
+        >>> [layout.block_shape(worker) for worker in range(4)]
+        [(3, 3), (3, 3), (2, 3), (2, 3)]
+        >>> layout.slices(1)
+        (slice(3, 6, None), slice(0, 3, None))
     """
 
     __slots__ = ("__dict__", "axes", "copies", "cuts", "shape", "spec", "workers")

@@ -82,6 +82,13 @@ def map(
     `@spmd.map(in_specs=..., out_specs=...)`. As `jax.shard_map`.
 
     Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh.
+
+        >>> with spmd.Mesh(x=2):
+        ...     total = spmd.map(lambda w, x: spmd.psum(w * np.sum(x), "x"), in_specs=(P(), P("x")), out_specs=P())
+        ...     total(2.0, np.arange(5.0))
+        ...     spmd.grad(total, argnums=1)(2.0, np.arange(5.0))
+        PartitionedArray(20., dtype=float64, spec=P())
+        array([2., 2., 2., 2., 2.])
     """
     for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         if specs is REQUIRED:

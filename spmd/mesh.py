@@ -121,24 +121,20 @@ def use_map(function: Callable[..., Any]) -> None:
 class Mesh(Summarised):
     """A grid of workers with named axes: `Mesh(data=2, model=2)`.
 
-    axes: the axis sizes by name, major to minor. The options are keywords of the same call, so an axis of one of
-    their names needs `make_mesh`:
-    transport: "local" (virtual workers of this process), "mpi" or "torch" (processes). The default is "mpi" if this
-    process is one of several of MPI, "torch" if it is one of several of torch.distributed, as torchrun starts them,
-    else "local". The variable SPMD_TRANSPORT overrides the default.
-    "nccl": NCCL moves blocks between GPUs, one per worker; the workers are those of the default transport.
-    "counting": virtual workers of this process; `mesh.transport.counts` says what they would send, values of large
-    arrays are zeros.
-    scheduler: for "local": "lockstep", "threads", or "auto" (by measurement). The variable SPMD_SCHEDULER overrides
-    the default.
+    axes: the axis sizes by name, major to minor. An axis that has the name of an option needs `make_mesh`.
+    transport: "local" (virtual workers of this process), "mpi" or "torch" (processes). The default is that of the
+    launcher if it started several processes, else "local"; SPMD_TRANSPORT overrides it. "nccl": NCCL moves blocks
+    between GPUs, one per worker. "counting": virtual workers; `mesh.transport.counts` says what they would send.
+    scheduler: for "local": "lockstep", "threads", or "auto" (by measurement), the default without SPMD_SCHEDULER.
     comm: an mpi4py communicator whose processes are the workers; implies "mpi".
-    device: "cpu", or "cuda": blocks are CuPy arrays, and bodies compute on them. Worker k uses GPU k modulo the number
-    of GPUs, on its own stream. The variable SPMD_DEVICE overrides the default, "cpu".
+    device: "cpu", or "cuda": blocks are CuPy arrays, those of worker k on GPU k modulo their number. SPMD_DEVICE too.
 
     Inside `with mesh:` maps run on this mesh. If the processes of a job are the workers, the constructor starts MPI,
     and from then on every process notices when another one ends. Otherwise nothing starts before the first use.
-    Raises MeshError for bad sizes or options, TransportError if the transport has another number of workers, or if
-    there is no GPU.
+    Raises MeshError for bad sizes or options, TransportError for another number of workers, or without a GPU.
+
+        >>> spmd.Mesh(data=2, model=3).layout((4, 6), P("data", "model")).block_shape(0)
+        (2, 2)
     """
 
     @api_boundary
@@ -460,7 +456,11 @@ def make_mesh(
     comm: MPI.Comm | None = None,
     device: str | None = None,
 ) -> Mesh:
-    """A mesh of these axis sizes and names, as `jax.make_mesh`: `make_mesh((2, 2), ("data", "model"))`."""
+    """A mesh of these axis sizes and names, as `jax.make_mesh`. Options and errors as of `Mesh`.
+
+    >>> spmd.make_mesh((2, 3), ("data", "model"))
+    Mesh(data=2, model=3)
+    """
     lists = all(isinstance(a, Sequence) and not isinstance(a, str) for a in (axis_shapes, axis_names))
     if (
         not lists

@@ -8,7 +8,7 @@ kernel passes over each array once, with the results of the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,24 +18,26 @@ from spmd.array import PartitionedArray, device_of_worker
 from spmd.autodiff import tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.registry import primitive
-from spmd.autodiff.staging.recorder import checked, is_slot, one_line
 from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, describe, message
-from spmd.inner_product import inner
 from spmd.kernels import on_device
 from spmd.layout import P, Spec
 from spmd.lazy_imports import lazy_attributes
+from spmd.optim_clipping import clip_by_global_norm
 from spmd.optim_numbers import (
     Rate,
-    as_python_number,
+    cast_like,
     checked_option,
     checked_rate,
     cosine,
     count_of,
+    is_short,
     linear,
+    name_of_dtype,
     next_count,
     rate_at,
+    widened,
 )
 from spmd.ownership import DONATED, donated_error, reclaimed
 from spmd.placement import put
@@ -60,10 +62,6 @@ class Optimizer(NamedTuple):
     as the parameter does, the count is P(). param_specs: a spec for all, or a tree of P, `Layout`, None (passed as it
     is) or global arrays, whose layouts count. Raises SpecError for anything else, with the path of the leaf.
 
-        specs = {"w": P(None, "model"), "b": P()}
-        state_specs = optimizer.specs(specs)
-        step = spmd.map(optimizer.update, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs))
-
     donate: give up the state and params that are `PartitionedArray`s, as jax.jit(donate_argnums=...) does. On the host
     the results reuse their memory if nothing else refers to it, and a step needs no memory besides its gradients. Using
     donated arrays is a DonatedError. The results are the same. Bare arrays, arrays in a body, and arrays under
@@ -71,6 +69,15 @@ class Optimizer(NamedTuple):
 
     Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range; nothing is donated
     then.
+
+        >>> optimizer, specs = spmd.optim.adam(0.5), {"w": P(None, "model"), "b": P()}
+        >>> state_specs = optimizer.specs(specs)
+        >>> step = spmd.map(optimizer.update, in_specs=(specs, state_specs, specs), out_specs=(specs, state_specs))
+        >>> params = {"w": np.ones((1, 2)), "b": np.zeros(1)}
+        >>> with spmd.Mesh(model=2):
+        ...     params, state = step(params, optimizer.init(params), params)
+        >>> params["w"]
+        PartitionedArray([[0.5, 0.5]], dtype=float64, spec=P(None, 'model'))
     """
 
     init: Callable[[Any], Any]
@@ -83,6 +90,9 @@ class SGDState(NamedTuple):
 
     steps: the number of updates, an array of one integer. velocity: the running sum of gradients, like the parameters
     (float32 for float16 and bfloat16); None without momentum.
+
+        >>> spmd.optim.sgd(0.1, momentum=0.9).init({"w": np.ones(2)})
+        SGDState(steps=array(0), velocity={'w': array([0., 0.])})
     """
 
     steps: Any
@@ -94,6 +104,10 @@ class AdamState(NamedTuple):
 
     steps: the number of updates, an array of one integer. mean, square: running averages of the gradient and its
     square, like the parameters (float32 for float16 and bfloat16).
+
+        >>> with spmd.Mesh(model=2):
+        ...     spmd.optim.adam().init(spmd.ones(3, spec=P("model"))).mean
+        PartitionedArray([0., 0., 0.], dtype=float64, spec=P('model'))
     """
 
     steps: Any
@@ -106,8 +120,15 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     """Gradient descent with momentum:  v <- momentum v + g,  p <- p - learning_rate v.
 
     learning_rate: a number, or a function of the number of updates. nesterov: step along momentum v + g instead of v.
-    Sutskever, Martens, Dahl, Hinton, "On the importance of initialization and momentum in deep learning", ICML 2013.
-    The rate is not part of v, as in PyTorch and optax.
+    The rate is not part of v, as in PyTorch and optax. Source: Sutskever, Martens, Dahl, Hinton, "On the importance of
+    initialization and momentum in deep learning", ICML 2013.
+
+        >>> optimizer = spmd.optim.sgd(0.5, momentum=0.5)
+        >>> params, grad = np.array([1.0]), np.array([1.0])
+        >>> params, state = optimizer.update(grad, optimizer.init(params), params)
+        >>> params, state = optimizer.update(grad, state, params)
+        >>> params, state.velocity
+        (array([-0.25]), array([1.5]))
     """
     learning_rate = checked_rate("spmd.optim.sgd", learning_rate)
     momentum = checked_option("spmd.optim.sgd", "momentum", momentum, 0.9)
@@ -116,11 +137,11 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         return SGDState(_first_count(params), tree.map(_zeros, params) if momentum else None)
 
     def formula(rate, p, g, v=None):
-        direction = g = _widened(g)
+        direction = g = widened(g)
         if v is not None:
-            v = _cast_like(momentum * v + g, v)
+            v = cast_like(momentum * v + g, v)
             direction = momentum * v + g if nesterov else v
-        return _cast_like(_widened(p) - rate * direction, p), v
+        return cast_like(widened(p) - rate * direction, p), v
 
     def update(grads, state, params, *, donate=False):
         rate = rate_at(learning_rate, count_of(state.steps))
@@ -144,8 +165,14 @@ def adam(learning_rate: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: fl
         m <- b1 m + (1 - b1) g,    s <- b2 s + (1 - b2) g²,
         p <- p - learning_rate (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps),    t = 1, 2, ...
 
-    learning_rate: a number, or a function of the number of updates. Kingma, Ba, "Adam: A method for stochastic
+    learning_rate: a number, or a function of the number of updates. Source: Kingma, Ba, "Adam: A method for stochastic
     optimization", ICLR 2015, algorithm 1.
+
+        >>> optimizer = spmd.optim.adam(0.5)
+        >>> params = np.array([1.0, 2.0])
+        >>> params, state = optimizer.update(np.array([4.0, 0.0]), optimizer.init(params), params)
+        >>> params.round(6), state.steps
+        (array([0.5, 2. ]), array(1))
     """
     return _adam("spmd.optim.adam", learning_rate, b1, b2, eps, 0.0)
 
@@ -156,8 +183,13 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay: a step also subtracts learning_rate weight_decay p from p.
 
-    Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019; the decay is multiplied by the rate, as in
-    PyTorch and optax.
+    Source: Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019; the decay is multiplied by the rate,
+    as in PyTorch and optax.
+
+        >>> optimizer = spmd.optim.adamw(0.5, weight_decay=0.1)
+        >>> params = np.array([1.0, 2.0])
+        >>> optimizer.update(np.array([4.0, 0.0]), optimizer.init(params), params)[0].round(6)
+        array([0.45, 1.9 ])
     """
     return _adam("spmd.optim.adamw", learning_rate, b1, b2, eps, weight_decay)
 
@@ -172,11 +204,11 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         return AdamState(_first_count(params), tree.map(_zeros, params), tree.map(_zeros, params))
 
     def formula(rate, t, p, g, m, s):
-        g, wide = _widened(g), _widened(p)
-        m = _cast_like(b1 * m + (1 - b1) * g, m)
-        s = _cast_like(b2 * s + (1 - b2) * (g * g), s)
+        g, wide = widened(g), widened(p)
+        m = cast_like(b1 * m + (1 - b1) * g, m)
+        s = cast_like(b2 * s + (1 - b2) * (g * g), s)
         direction = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
-        return _cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
+        return cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
     def update(grads, state, params, *, donate=False):
         steps = count_of(state.steps)
@@ -218,32 +250,12 @@ def _spec_like(where: str, path: str, x: Any) -> Spec | None:
     )
 
 
-def _cast_like(new, old):
-    """new in the dtype of old, so that gradients of higher precision do not widen it."""
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-@lru_cache(maxsize=64)
-def _name(dtype: np.dtype) -> str:
-    """The name of a dtype, cached, because NumPy builds it at every access."""
-    return dtype.name
-
-
-def _is_short(x) -> bool:
-    return _name(x.dtype) in ("float16", "bfloat16")
-
-
-def _widened(x):
-    """An array for the computation: the square of a short number may underflow or overflow in its own dtype."""
-    return x.astype(np.float32) if _is_short(x) else x
-
-
 def _check(argument: str, a: Any, p: Any = None) -> None:
     """Raise unless a is an array of real floating-point numbers with the shape of the parameter p."""
     if hasattr(type(a), "__array__") and not on_device(a):
         admit(a, "spmd.optim", argument, error=ValueError)
     dtype = getattr(a, "dtype", None)
-    if dtype is None or _name(dtype) not in _FLOATING or (p is not None and a.shape != p.shape):
+    if dtype is None or name_of_dtype(dtype) not in _FLOATING or (p is not None and a.shape != p.shape):
         raise ValueError(
             message(
                 "spmd.optim",
@@ -266,7 +278,7 @@ def _first_count(params: Any) -> Any:
 def _zeros(p):
     """The initial state of a parameter; in float32 for short dtypes, whose squares would underflow."""
     _check("params", p)
-    return np.zeros_like(p, dtype=np.float32) if _is_short(p) else np.zeros_like(p)
+    return np.zeros_like(p, dtype=np.float32) if is_short(p) else np.zeros_like(p)
 
 
 # Steps in one pass over memory
@@ -331,10 +343,10 @@ class _Step(NamedTuple):
         if self.numbers is None or not (cls in _ARRAY_TYPES or kernels.on_device(p)) or not p.shape:
             return False
         expected_dtype = dtype = p.dtype
-        if _name(dtype) not in _FLOATING:
+        if name_of_dtype(dtype) not in _FLOATING:
             return False
         for k, a in enumerate(arrays):
-            if k == 2 and _is_short(p):
+            if k == 2 and is_short(p):
                 expected_dtype = _FLOAT32
             if type(a) is not cls or (a.dtype is not expected_dtype and a.dtype != expected_dtype):
                 return False
@@ -412,81 +424,3 @@ def _reusable_ids(rows: Sequence[tuple[Any, ...]]) -> Set[int]:
         for a in arrays:
             counts[id(a)] = counts.get(id(a), 0) + 1
     return {id(a) for p, _, *state in rows for a in (p, *state) if type(a) is PartitionedArray and counts[id(a)] == 1}
-
-
-# Clipping
-
-
-@api_boundary
-def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
-    """Gradients, scaled down together to a norm of at most max_norm.
-
-    grads: a pytree. The norm is `spmd.norm` over all arrays and workers: in a body Invariant arrays count once and
-    Varying ones are summed, by one all-reduce for each set of axes. If squares overflow or underflow in the dtype of
-    the gradients, another all-reduce computes it in float64. Pascanu, Mikolov, Bengio, "On the difficulty of training
-    recurrent neural networks", ICML 2013. Raises ValueError unless max_norm is positive.
-    """
-    checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
-    scale, wide = _scale(grads, max_norm), tree.map(_widened, grads)
-    return tree.map(lambda g, w: _cast_like(_cast_like(w * scale, w), g), grads, wide)
-
-
-def _check_max_norm(max_norm: Any) -> None:
-    is_number = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
-    if not (is_number or getattr(max_norm, "shape", None) == ()) or not max_norm > 0:
-        raise ValueError(
-            message(
-                "spmd.optim.clip_by_global_norm",
-                argument="max_norm",
-                got=describe(max_norm),
-                need="a positive number",
-                mend="clip_by_global_norm(grads, 1.0)",
-            )
-        )
-
-
-def _scale(grads: Any, max_norm: Any) -> Any:
-    """The factor that reduces the norm to max_norm; 1 for smaller norms."""
-    fits: Any = None
-    fast: Any = None
-    if not any(map(on_device, map(value_of, tree.leaves(grads)))):  # a device is not asked for values
-        wide, limit = tree.map(_widened, grads), as_python_number(max_norm)
-        with np.errstate(over="ignore", under="ignore", divide="ignore"):
-            total = np.real(inner(wide, wide))
-            relative = total / limit / limit
-            fits = (total > 1e-20) & (relative < np.inf)  # no relevant underflow, on any worker
-            fast = _scale_to(relative)
-        if not _is_recorded(fits) and value_of(fits):
-            return fast
-    limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
-    scale = _scale_to(_scaled_square(grads, limit, fits))
-    # A recorded program computes both, and decides in every run. A product with float64 is exact for shorter dtypes.
-    return np.where(fits, fast, scale) if _is_recorded(fits) else scale
-
-
-def _scaled_square(grads: Any, limit: Any, fits: Any) -> Any:
-    """The square of the norm of grads / limit, in float64. Squares may overflow or underflow, so division comes first.
-
-    fits: whether a recorded program does without, in which case a body leaves the squares out."""
-    leaves = tree.leaves(grads)
-    in_body = all(type(x) is Array and x.tape is None for x in (fits, *leaves)) and is_slot(value_of(fits))
-    if in_body and getattr(limit, "tape", None) is None and not fits.state.varying:
-        limit, skip = value_of(limit), value_of(fits)
-        parts = [Array(one_line(_square_unless, (skip, g.value, limit)), g.state) for g in leaves]
-        return inner(parts, [1.0] * len(parts))
-    scaled = tree.map(lambda g: g / limit, grads)
-    return np.real(inner(scaled, scaled))
-
-
-def _square_unless(skip: Any, g: np.ndarray, limit: Any) -> Any:
-    quotient = None if skip else g / limit
-    return np.float64(0) if quotient is None else np.sum(quotient * quotient)
-
-
-def _is_recorded(x: Any) -> bool:
-    value = value_of(x)
-    return any(map(is_slot, value.__spmd_parts__() if type(value) is PartitionedArray else (value,)))
-
-
-def _scale_to(relative_square: Any) -> Any:
-    return 1 / np.sqrt(np.maximum(relative_square, 1.0))

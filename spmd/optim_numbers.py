@@ -1,9 +1,10 @@
-"""The numbers of optimisers: their options, learning rates, and counts of updates."""
+"""The numbers of optimisers: their options, learning rates, counts of updates, and dtypes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,21 @@ from spmd.errors import JitError, describe, message
 from spmd.kernels import on_device
 from spmd.tracebacks import api_boundary
 
-__all__ = ["Rate", "as_python_number", "checked_option", "checked_rate", "cosine", "count_of", "linear", "next_count"]
+__all__ = [
+    "Rate",
+    "as_python_number",
+    "cast_like",
+    "checked_option",
+    "checked_rate",
+    "cosine",
+    "count_of",
+    "is_short",
+    "linear",
+    "name_of_dtype",
+    "next_count",
+    "rate_at",
+    "widened",
+]
 
 Rate = float | Callable[[int], float]
 
@@ -130,15 +145,24 @@ def _kind(x: Any) -> str:
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` along half a cosine in `steps` updates, and stays there.
 
-    warmup: a number of updates before, in which the rate grows linearly to `rate`. Loshchilov, Hutter, "SGDR:
+    warmup: a number of updates before, in which the rate grows linearly to `rate`. Source: Loshchilov, Hutter, "SGDR:
     Stochastic gradient descent with warm restarts", ICLR 2017.
+
+        >>> rate = spmd.optim.cosine(1.0, steps=4, warmup=2)
+        >>> [round(rate(step), 3) for step in range(8)]
+        [0.333, 0.667, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
     return _schedule("cosine", rate, steps, end, warmup, lambda part: (1 + math.cos(math.pi * part)) / 2)
 
 
 @api_boundary
 def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
-    """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`."""
+    """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`.
+
+    >>> rate = spmd.optim.linear(1.0, steps=4, end=0.5)
+    >>> [rate(step) for step in range(6)]
+    [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    """
     return _schedule("linear", rate, steps, end, warmup, lambda part: 1 - part)
 
 
@@ -156,3 +180,26 @@ def _schedule(
         return end + (rate - end) * shape(min(1.0, (done - warmup) / steps))
 
     return at
+
+
+# Dtypes
+
+
+def cast_like(new, old):
+    """new in the dtype of old, so that gradients of higher precision do not widen it."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+@lru_cache(maxsize=64)
+def name_of_dtype(dtype: np.dtype) -> str:
+    """The name of a dtype, cached, because NumPy builds it at every access."""
+    return dtype.name
+
+
+def is_short(x) -> bool:
+    return name_of_dtype(x.dtype) in ("float16", "bfloat16")
+
+
+def widened(x):
+    """An array for the computation: the square of a short number may underflow or overflow in its own dtype."""
+    return x.astype(np.float32) if is_short(x) else x

@@ -31,6 +31,13 @@ def freeze(a: np.ndarray) -> np.ndarray:
     """Promise not to write to `a` any more, so that maps share it with their bodies instead of copying it.
 
     Returns a read-only view. Writing to `a` through another view breaks the promise.
+
+        >>> a = spmd.freeze(np.arange(4.0))
+        >>> a.flags.writeable
+        False
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.put(a, P("x"))
+        PartitionedArray([0., 1., 2., 3.], dtype=float64, spec=P('x'))
     """
     if on_device(a):
         raise LayoutError.at(
@@ -53,6 +60,14 @@ def thaw(x: np.ndarray) -> np.ndarray:
     name: `f = scipy.fft.fft(spmd.thaw(spmd.repartition(f, old, new)), overwrite_x=True)` copies nothing. (Python up to
     3.13 can tell.) Otherwise it is a copy. Large copies lie in reused memory, which takes a third of the time of
     `np.array(x)`. Raises StateError for anything else; the bare array of an array in a body is `spmd.block(x)`.
+
+        >>> def body(x):
+        ...     y = spmd.thaw(spmd.shift(x, "x"))
+        ...     y *= 2
+        ...     return y
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(body, P("x"), P("x"), check=False)(np.arange(4.0))
+        PartitionedArray([4., 6., 0., 2.], dtype=float64, spec=P('x'))
     """
     if type(x) is np.ndarray and sys.getrefcount(x) == _ALONE and _made_writable(x):
         return x

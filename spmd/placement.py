@@ -152,9 +152,12 @@ def put(x: Any, spec: Any = REQUIRED, mesh: Mesh | None = None, *, like: Any = N
     of the workers. Each block is copied once. Returns a `PartitionedArray`, or a tree of them.
     like: in place of spec, a global array as which to lay x out, as `spmd.zeros` says; or a tree of them, a prefix.
 
-        x = spmd.put(np.load("x.npy", mmap_mode="r"), P("data"))
-
     Raises LayoutError for what is no array of numbers, SpecError for a spec that does not fit.
+
+        >>> with spmd.Mesh(data=2):
+        ...     batch = spmd.put({"x": np.ones((4, 3)), "n": np.arange(4)}, {"x": P("data"), "n": P("data")})
+        >>> batch["n"]
+        PartitionedArray([0, 1, 2, 3], dtype=int64, spec=P('data'))
     """
     where = "spmd.put"
     if like is None and spec is REQUIRED:
@@ -259,6 +262,11 @@ def from_callback(
     """An array from a function that each process calls for its own blocks: fn(index) returns the block at an index.
 
     As `jax.make_array_from_callback`. Raises LayoutError for a block whose shape differs from that of its index.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.from_callback((5,), P("x"), lambda index: np.arange(index[0].start, index[0].stop) ** 2)
+        >>> x
+        PartitionedArray([ 0,  1,  4,  9, 16], dtype=int64, spec=P('x'))
     """
     where, lengths = "spmd.from_callback", tuple(shape)
     mesh = mesh_for(mesh, where)
@@ -299,7 +307,15 @@ def from_blocks(blocks: Sequence[Any] | Mapping[int, Any], spec: Spec, mesh: Mes
     """The array that a spec splits into these blocks, which may be uneven.
 
     blocks: one for each worker of this process, in order, or a mapping from worker numbers. One process gives all
-    blocks; under MPI each gives its own (collective: the shapes are exchanged).
+    blocks; under MPI each gives its own (collective: the shapes are exchanged). Raises LayoutError for blocks that do
+    not join.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.from_blocks([np.zeros(1), np.ones(3)], P("x"))
+        >>> x
+        PartitionedArray([0., 1., 1., 1.], dtype=float64, spec=P('x'), blocks of ((1, 3),))
+        >>> x.layout.cuts
+        ((1, 3),)
     """
     where = "spmd.from_blocks"
     mesh = mesh_for(mesh, where)

@@ -38,6 +38,11 @@ class Solution:
     x: the solution, laid out as x0, or else as b. iterations: their number. residual: |b - A x|, as the iteration
     computes it. converged: whether the tolerance was reached. reason: why the iteration ended, in words. residuals: the
     residual before the first iteration and after each.
+
+        >>> with spmd.Mesh(x=2):
+        ...     result = spmd.solvers.cg(lambda x: 4 * x, spmd.ones(3, spec=P("x")))
+        >>> result.iterations, result.converged, result.reason
+        (1, True, 'the residual is below 1.73e-06')
     """
 
     x: Any
@@ -54,6 +59,12 @@ class LeastSquares(Solution):
 
     normal_residual: |A* r - damp² x|, zero at the solution. norm, condition: estimates of the Frobenius norm and of the
     condition number of A; with damp, of A with the rows damp I below it.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(lambda x: 2 * x, P("x"), P("x"), shape=3)
+        ...     result = spmd.solvers.lsqr(A, np.arange(3.0), damp=1.0)
+        >>> result.iterations, result.reason
+        (1, 'the least-squares problem is solved')
     """
 
     normal_residual: float
@@ -149,11 +160,20 @@ def cg(
     atol), or after maxiter iterations (by default 10 times the number of unknowns). M: an approximate inverse of A,
     Hermitian positive definite. callback: called with x after each iteration.
 
-    Each iteration applies A once and sends two sums of one number, with M three. x is laid out as x0, or else as b.
-    x is differentiable with respect to b and to the params of A, to any order: the derivative solves another system
-    with A, assuming that A is Hermitian. Iterations and residuals are plain numbers. Hestenes, Stiefel, "Methods of
-    conjugate gradients for solving linear systems", 1952. Raises LayoutError if A is not square or b does not fit;
-    DifferentiationError if a plain function closes over a differentiated array.
+    x is laid out as x0, or else as b. x is differentiable with respect to b and to the params of A, to any order: the
+    derivative solves another system with A, assuming that A is Hermitian. Iterations and residuals are plain numbers.
+    Cost: each iteration applies A once and sends two sums of one number, with M three. Raises LayoutError if A is not
+    square or b does not fit; DifferentiationError if a plain function closes over a differentiated array. Source:
+    Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
+
+        >>> def laplacian(u):
+        ...     return spmd.stencil(u, P("x"), [(-1,), (0,), (1,)], [-1.0, 2.0, -1.0])
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(laplacian, P("x"), P("x"), shape=4)
+        ...     spmd.solvers.cg(A, np.array([1.0, 0.0, 0.0, 1.0])).x
+        ...     spmd.grad(lambda b: np.sum(spmd.solvers.cg(A, b).x))(spmd.ones(4, spec=P("x"))).numpy().round(6)
+        PartitionedArray([1., 1., 1., 1.], dtype=float64, spec=P('x'))
+        array([2., 3., 3., 2.])
     """
     where = "spmd.solvers.cg"
     _check_limits(where, maxiter, rtol=rtol, atol=atol)
@@ -296,9 +316,14 @@ def lsqr(
     problem is solved: |A* r| <= atol |A| |r|; when the estimate of the condition number exceeds conlim (0: no limit);
     or after maxiter iterations (by default twice the number of unknowns). callback: called with x after each iteration.
 
-    Each iteration applies A and A.H once and sends four sums of one number. x is laid out as x0, or else as the domain
-    of A. Paige, Saunders, "LSQR: an algorithm for sparse linear equations and sparse least squares", ACM TOMS 8, 1982.
-    Raises LayoutError if b does not fit, DifferentiationError if A or b is differentiated.
+    x is laid out as x0, or else as the domain of A. Cost: each iteration applies A and A.H once and sends four sums of
+    one number. Raises LayoutError if b does not fit, DifferentiationError if A or b is differentiated. Source: Paige,
+    Saunders, "LSQR: an algorithm for sparse linear equations and sparse least squares", ACM TOMS 8, 1982.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear.from_scipy(np.array([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]]), P(), P("x"))
+        ...     spmd.solvers.lsqr(A, np.array([1.0, 3.0, 5.0])).x.numpy().round(6)
+        array([1., 2.])
     """
     where = "spmd.solvers.lsqr"
     _check_limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)

@@ -104,6 +104,13 @@ class P:
 
     unreduced: axes along which each worker holds a part of a sum. The array is the sum over them of what lies there, as
     the result of a contraction over a split dimension before it is added. Spelt as in JAX; DTensor's `Partial`.
+
+        >>> with spmd.Mesh(x=2, y=2):
+        ...     x = spmd.zeros((4, 6), spec=P("x", "y"))
+        >>> x.layout.block_shape(0)
+        (2, 3)
+        >>> spmd.Layout((4, 6), P(None, ("x", "y")), {"x": 2, "y": 2}).block_shape(0)
+        (4, 2)
     """
 
     __slots__ = ("_hash", "axes", "dims", "trimmed", "unreduced", "varying")

@@ -73,6 +73,12 @@ class Case(NamedTuple):
 
     spec: splits the shape; without it every worker has a block of the shape. Also a function from the operator's axes
     and their sizes to a layout. cuts: for each dimension the sizes of its blocks; None: balanced.
+
+        >>> from spmd import operators, testing
+        >>> case = testing.Case(operators.Sum(("x",)), (3, 2))
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.check_adjoint(case.operator, case.shape, in_specs=case.spec).passed
+        True
     """
 
     operator: Operator
@@ -239,7 +245,12 @@ _MODULES = ("sums", "repartition", "root", "all_to_all", "gather", "permute", "h
 
 
 def operator_classes() -> list[type[Operator]]:
-    """Every operator of the library, file by file in the order of declaration; then those declared elsewhere."""
+    """Every operator of the library, file by file in the order of declaration; then those declared elsewhere.
+
+    >>> from spmd import testing
+    >>> [kind.__name__ for kind in testing.operator_classes()][:4]
+    ['Vary', 'Sum', 'Repartition', 'Accumulate']
+    """
     for module in pkgutil.iter_modules(operators.__path__, f"{operators.__name__}."):
         importlib.import_module(module.name)
 
@@ -254,7 +265,14 @@ def operator_classes() -> list[type[Operator]]:
 
 
 def operator_cases(kind: type[Operator], mesh: Mesh) -> list[Case]:
-    """The cases of an operator on a mesh: along every axis, and along all axes together in both orders."""
+    """The cases of an operator on a mesh: along every axis, and along all axes together in both orders.
+
+    >>> from spmd import operators, testing
+    >>> with spmd.Mesh(x=2) as mesh:
+    ...     cases = testing.operator_cases(operators.Permute, mesh)
+    ...     all(spmd.check_adjoint(c.operator, c.shape, in_specs=c.spec).passed for c in cases)
+    True
+    """
     names = tuple(mesh.axes)
     axis_groups = [(n,) for n in names] + ([names, names[::-1]] if len(names) > 1 else [])
     if kind in _LAYOUT_CASES:
@@ -282,6 +300,11 @@ def _with_layout(case: Case, mesh: Mesh) -> Case:
 
 
 def states(kind: type[Operator]) -> str:
-    """The states an operator maps, as tables show them."""
+    """The states an operator maps, as tables show them.
+
+    >>> from spmd import testing
+    >>> [(kind.__name__, testing.states(kind)) for kind in testing.operator_classes()[:2]]
+    [('Vary', 'I → V'), ('Sum', 'V → I')]
+    """
     symbol = {INVARIANT: "I", VARYING: "V", ROOTED: "Rooted"}
     return f"{symbol[kind.source]} → {symbol[kind.target]}"

@@ -181,6 +181,12 @@ def plan_window(
 
     A stencil that reads `low` entries before each entry and `high` after it has the kernel low + high + 1 and the
     padding (low, high). A kernel longer than the padded input has no outputs and needs nothing.
+
+        >>> window = spmd.plan_window(10, 3, padding="same", inputs=3)
+        >>> window.inputs, window.outputs
+        ((4, 3, 3), (4, 3, 3))
+        >>> window.needs, window.widths
+        (((-1, 5), (3, 8), (6, 11)), ((1, 1), (1, 1), (1, 1)))
     """
     where = "spmd.plan_window"
     n = checked_integer(where, "n", n, 0)
@@ -210,6 +216,10 @@ def plan_transposed(
 
     The result has (n − 1)·stride + extent − low − high + output_padding entries, 0 ≤ output_padding < stride; with
     padding "same" n·stride. stride, padding, dilation: of the convolution.
+
+        >>> window = spmd.plan_transposed(4, 3, stride=2, inputs=2)
+        >>> window.needs, window.widths
+        (((0, 5), (4, 9)), ((0, 0), (1, 0)))
     """
     where = "spmd.plan_transposed"
     n = checked_integer(where, "n", n, 0)
@@ -249,6 +259,10 @@ def plan_needs(
 
     start and stop must not decrease from one output to the next. needs is called for the first and last output of each
     block only. Entries outside of 0:n are padding. inputs, outputs: as for `plan_window`.
+
+        >>> window = spmd.plan_needs(8, 4, lambda o: (2 * o, 2 * o + 2), inputs=2)
+        >>> window.needs, window.widths
+        (((0, 4), (4, 8)), ((0, 0), (0, 0)))
     """
     where = "spmd.plan_needs"
     n, m = checked_integer(where, "n", n, 0), checked_integer(where, "m", m, 0)

@@ -67,6 +67,10 @@ def plan_windows(
     padding of a single dimension.
     target: the layout of the output, each block on the workers of the same block of the input; or the sizes of its
     blocks in each dimension. None: balanced.
+
+        >>> windows = spmd.plan_windows(spmd.Layout((6, 5), P("x"), {"x": 2}), (3, None), padding=1)
+        >>> windows.widths
+        (((1, 1), (1, 1)), ((0, 0),))
     """
     if not isinstance(source, Layout):
         raise LayoutError.at(

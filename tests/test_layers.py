@@ -52,7 +52,7 @@ LEVELS = [
     {"jitted"},
     {"jitted_functions"},
     {"linear"},
-    {"fft", "functions", "random", "optim", "optim_numbers", "solvers"},
+    {"fft", "functions", "random", "optim", "optim_clipping", "optim_numbers", "solvers"},
     {"io"},
     {"bench"},
     {"progress_bars", "worker_prints"},

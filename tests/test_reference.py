@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
-import inspect
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,7 @@ docstrings = importlib.import_module("docstrings")
 public_names = importlib.import_module("public_names")
 sys.path.remove(str(DOCS / "extensions"))
 
-OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def cases(torch: bool) -> list[Any]:
@@ -39,7 +38,7 @@ def run(module: str, name: str) -> None:
     names = {"np": np, "spmd": spmd, "P": spmd.P}
     if "torch" in module:
         names |= {"torch": importlib.import_module("torch"), "spt": importlib.import_module("spmd.bridge.torch")}
-    test = doctest.DocTestParser().get_doctest(inspect.cleandoc(thing.__doc__ or ""), names, name, None, 0)
+    test = doctest.DocTestParser().get_doctest(public_names.docstring_of(name, thing), names, name, None, 0)
     assert any(e.want for e in test.examples), f"{module}.{name} has no example that shows something"
     said: list[str] = []
     result = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=said.append)
@@ -64,8 +63,24 @@ def test_each_public_name_of_spmd_is_in_one_group():
 
 
 def test_docstrings_become_markdown():
-    text = "Sum.\n\nx: (N, *m). dim: an axis.\nForward: y_i = x * 2. Cost: none.\n\n    >>> 1 + 1\n    2\n\n    ==> a"
+    text = "Sum.\n\nx: (N, *m). dim: an axis.\nForward: y_i = x * 2. Cost: none. As `np.sum`."
+    text += "\n\n    >>> 1 + 1\n    2\n\n    ==> a"
     assert docstrings.markdown(text, ["x", "dim"]) == (
         "Sum.\n\n- **x**: (N, \\*m).\n\n- **dim**: an axis.\n\n**Forward**: y\\_i = x \\* 2.\n\n**Cost**: none.\n\n"
-        "```pycon\n>>> 1 + 1\n2\n\n==> a\n```"
+        "As `np.sum`.\n\n```pycon\n>>> 1 + 1\n2\n\n==> a\n```"
     )
+
+
+def test_an_example_after_the_first_line_alone_is_code():
+    assert docstrings.markdown("Sum.\n\n>>> 1 + 1\n2", []) == "Sum.\n\n```pycon\n>>> 1 + 1\n2\n```"
+
+
+def test_lines_with_dashes_are_points_of_a_parameter():
+    text = "Sum.\n\nmethod: how.\n- a: one,\n  two.\n- b: three."
+    assert docstrings.markdown(text, ["method"]) == "Sum.\n\n- **method**: how.\n\n  - a: one, two.\n\n  - b: three."
+
+
+@pytest.mark.torch
+def test_each_function_for_tensors_has_an_example_for_tensors():
+    examples = pytest.importorskip("spmd.bridge.torch.function_examples").EXAMPLES
+    assert set(examples) == set(public_names.names_of("spmd.bridge.torch.functions"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator
+from textwrap import dedent
 
 __all__ = ["LABELS", "markdown"]
 
 LABELS = ("Forward", "Adjoint", "Cost", "Raises", "Source", "States", "Returns")
 _LABEL = re.compile(rf"(?:^|(?<=[.;)] ))(?={'|'.join(LABELS)})(?:{'|'.join(LABELS)})\b")
+_ASIDE = re.compile(r"(?<=[.;)] )(?=(?:As|Arguments as in) `?(?:jax|np|torch)\.|Gives |Linear[ .])")
 _PARAMETER = re.compile(r"(?:^|(?<=[.;] ))(\*{0,2}\w+(?:, \*{0,2}\w+)*): ")
 
 
@@ -24,7 +26,7 @@ def _paragraphs(docstring: str) -> Iterator[tuple[bool, list[str]]]:
     lines: list[str] = []
     code = False
     for line in [*docstring.splitlines(), ""]:
-        indented = line.startswith("    ")
+        indented = line.startswith(("    ", ">>>")) or (bool(lines) and lines[0].startswith(">>>"))
         if lines and (indented != code if line.strip() else not code):
             yield code, lines
             lines = []
@@ -36,7 +38,7 @@ def _paragraphs(docstring: str) -> Iterator[tuple[bool, list[str]]]:
 
 
 def _fenced(lines: list[str]) -> str:
-    text = "\n".join(line[4:] for line in lines).rstrip()
+    text = dedent("\n".join(lines)).rstrip()
     return f"```{_language(text)}\n{text}\n```"
 
 
@@ -51,13 +53,13 @@ def _language(text: str) -> str:
 
 
 def _items(text: str, parameters: Collection[str]) -> Iterator[str]:
-    """The paragraph, cut before parameters and labels."""
+    """The paragraph, cut before parameters, labels, and the functions of other libraries that are named at its end."""
     cuts = {0: ""}
     for match in _PARAMETER.finditer(text):
         if all(name.strip("* ") in parameters for name in match[1].split(",")):
             cuts[match.start()] = match[1]
-    for match in _LABEL.finditer(text):
-        cuts[match.start()] = match[0]
+    cuts |= {match.start(): match[0] for match in _LABEL.finditer(text)}
+    cuts |= {match.start(): "" for match in _ASIDE.finditer(text)}
     starts = sorted(cuts)
     for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
         head, piece = cuts[start], text[start:end].strip()
@@ -71,6 +73,16 @@ def _items(text: str, parameters: Collection[str]) -> Iterator[str]:
             yield f"- **{_escaped(head)}**: {_escaped(piece.removeprefix(head + ': '))}"
 
 
+def _points(lines: list[str]) -> list[str]:
+    """The text of a paragraph before its first line with a dash, and that of each point of the list that follows."""
+    texts = [""]
+    for line in lines:
+        if line.startswith("- "):
+            texts.append("")
+        texts[-1] += " " + line.removeprefix("- ").strip()
+    return [text.strip() for text in texts]
+
+
 def markdown(docstring: str, parameters: Collection[str]) -> str:
     """A docstring as Markdown. parameters: names whose explanations become items of a list."""
     out: list[str] = []
@@ -78,5 +90,7 @@ def markdown(docstring: str, parameters: Collection[str]) -> str:
         if code:
             out.append(_fenced(lines))
         else:
-            out.extend(_items(" ".join(line.strip() for line in lines), parameters))
+            first, *points = _points(lines)
+            out.extend(_items(first, parameters))
+            out.extend(f"  - {_escaped(point)}" for point in points)
     return "\n\n".join(out)

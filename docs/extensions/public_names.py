@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import itertools
+import sys
 from typing import Any, NamedTuple
 
-__all__ = ["PAGES", "SPMD_GROUPS", "Page", "names_of"]
+__all__ = ["PAGES", "SPMD_GROUPS", "Page", "docstring_of", "names_of"]
 
 
 class Page(NamedTuple):
@@ -76,3 +80,19 @@ def names_of(module: str) -> dict[str, Any]:
     found = importlib.import_module(module)
     names = {name: getattr(found, name) for name in found.__all__}
     return {name: value for name, value in names.items() if type(value).__name__ != "module"}
+
+
+def docstring_of(name: str, thing: Any) -> str:
+    """The docstring of a public name: that of a function or class, or the string below the assignment of a value."""
+    if callable(thing) or isinstance(thing, property):
+        return inspect.cleandoc(thing.__doc__ or "")
+    for module in [m for key, m in sys.modules.items() if key.startswith("spmd.") and vars(m).get(name) is thing]:
+        body = ast.parse(inspect.getsource(module)).body
+        for statement, below in itertools.pairwise(body):
+            if not isinstance(statement, ast.Assign) or not isinstance(below, ast.Expr):
+                continue
+            if [ast.unparse(target) for target in statement.targets] == [name] and isinstance(
+                below.value, ast.Constant
+            ):
+                return inspect.cleandoc(str(below.value.value))
+    return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from docstrings import markdown
-from public_names import PAGES, SPMD_GROUPS, names_of
+from public_names import PAGES, SPMD_GROUPS, docstring_of, names_of
 
 from spmd.__main__ import parser
 from spmd.settings import SETTINGS
@@ -42,7 +42,8 @@ def _entry(kind: str, name: str, thing: Any, fence: str = "::::") -> str:
     """The entry of a function, class, method or value: a directive of Sphinx."""
     signature = None if kind in ("data", "attribute", "property") else _signature(thing)
     parameters = list(signature.parameters) if signature else []
-    body = markdown(inspect.cleandoc(thing.__doc__ or ""), parameters)
+    parameters += [member for member in dir(thing) if kind == "class" and not member.startswith("_")]
+    body = markdown(docstring_of(name.rpartition(".")[2], thing), parameters)
     shown = _without_types(signature) if signature else ""
     if kind == "method":
         shown = shown.replace("(self, ", "(").replace("(self)", "()")

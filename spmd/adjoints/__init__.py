@@ -65,6 +65,14 @@ def check_adjoint(
     arrays (`spmd.linear_operator`) brings its shapes, specs, dtypes and mesh: `check_adjoint(A)` tests A.H.
     Returns a report, with the entries in which F* differs from F^H. Raises AdjointError, which holds the report, unless
     raises=False. An error in f is not caught.
+
+        >>> def body(x):
+        ...     return spmd.shift(x, "x")
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.check_adjoint(body, (6,), in_specs=P("x")).passed
+        ...     spmd.check_adjoint(body, (6,), in_specs=P("x"), adjoint=lambda y: (body(y),), raises=False).passed
+        True
+        False
     """
     _check_draws(trials, seed)
     if isinstance(f, Linear) and hasattr(f, "domain"):

@@ -17,7 +17,15 @@ Shape = tuple[int, ...]
 
 
 class Fault(NamedTuple):
-    """A fault. kind: a word for it, which shrinking preserves."""
+    """A fault. kind: a word for it, which shrinking preserves.
+
+    >>> def twice(y):
+    ...     return (2 * y,)
+    >>> with spmd.Mesh(x=2):
+    ...     report = spmd.check_adjoint(lambda x: x, (2,), in_specs=P("x"), adjoint=twice, raises=False)
+    >>> report.faults[0].kind
+    'value'
+    """
 
     kind: str
     text: str
@@ -32,6 +40,14 @@ class Place(NamedTuple):
     part: the position of the argument or result. worker: the first one that holds the number. local: the index in its
     block. whole: the index in the global array, if its layout is known. unit: "re" or "im" if the map is linear over
     the reals only.
+
+        >>> def twice(y):
+        ...     return (2 * y,)
+        >>> with spmd.Mesh(x=2):
+        ...     report = spmd.check_adjoint(lambda x: x, (4,), in_specs=P("x"), adjoint=twice, raises=False)
+        >>> place = report.entries[-1].x
+        >>> place.worker, place.local, place.whole
+        ('worker 1 (x=1)', (1,), (3,))
     """
 
     name: str
@@ -51,7 +67,15 @@ class Place(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry in which the matrix of F* is not F^H. y: its column, of a result. x: its row, of an argument."""
+    """An entry in which the matrix of F* is not F^H. y: its column, of a result. x: its row, of an argument.
+
+    >>> def twice(y):
+    ...     return (2 * y,)
+    >>> with spmd.Mesh(x=2):
+    ...     report = spmd.check_adjoint(lambda x: x, (2,), in_specs=P("x"), adjoint=twice, raises=False)
+    >>> print(report.entries[0])
+    from y[0] (worker 0 (x=0)) to x[0] (worker 0 (x=0)): 2, needed 1
+    """
 
     x: Place
     y: Place
@@ -63,7 +87,19 @@ class Entry(NamedTuple):
 
 
 class AdjointError(AssertionError):
-    """Two maps are not adjoint to each other. report: the `AdjointReport`."""
+    """Two maps are not adjoint to each other. report: the `AdjointReport`.
+
+    >>> def body(x):
+    ...     return spmd.shift(x, "x")
+    >>> with spmd.Mesh(x=3):
+    ...     spmd.check_adjoint(body, (3,), in_specs=P("x"), adjoint=lambda y: (body(y),))
+    Traceback (most recent call last):
+        ...
+    spmd.adjoints.report.AdjointError: body of (3,) on Mesh(x=3): NOT adjoint (float, 3 trials)
+      ...
+      looks like: F* does what F does: it goes the same way once more, and not back
+      reproduce: ...
+    """
 
     def __init__(self, report: AdjointReport):
         super().__init__(str(report))
@@ -83,6 +119,11 @@ class AdjointReport(Displayed):
     none. differing: in how many of `entries_of` entries the matrix of F* is not F^H; entries: the first of them.
     bisected: the matrix is too large: entries are some that bisection has found, and differing is unknown, 0. hint: the
     kind of fault that they suggest. reproduce: a line of Python that fails in this way.
+
+        >>> with spmd.Mesh(x=3):
+        ...     report = spmd.check_adjoint(lambda x: spmd.shift(x, "x"), (6,), in_specs=P("x"))
+        >>> report.passed, report.mode, report.messages, report.bytes
+        (True, 'float', 3, 48)
     """
 
     name: str
@@ -209,7 +250,15 @@ def number_text(z: complex) -> str:
 
 
 def table(reports: Iterable[AdjointReport]) -> str:
-    """Reports as a table, a row each."""
+    """Reports as a table, a row each.
+
+    >>> with spmd.Mesh(x=3):
+    ...     report = spmd.check_adjoint(lambda x: spmd.shift(x, "x"), (6,), in_specs=P("x"))
+    >>> from spmd import testing
+    >>> print(testing.table([report]))
+    map            mesh       trials    error    bound  messages  bytes  verdict
+    <lambda> (6,)  Mesh(x=3)       3  ...              3     48  adjoint
+    """
     rows = [("map", "mesh", "trials", "error", "bound", "messages", "bytes", "verdict")]
     for r in reports:
         exact = r.mode == "exact"

@@ -34,6 +34,10 @@ def fftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None) -> Any:
 
     spec: in a body, how the frequencies are split, of which this worker's block is returned: the spec of one dimension,
     `P("x")`, or a `Layout`. Outside of bodies a global array. None: all of them. Nothing moves. Constant.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda: spmd.fft.fftfreq(5, 0.2, spec=P("x")), (), P("x"))()
+        PartitionedArray([ 0.,  1.,  2., -2., -1.], dtype=float64, spec=P('x'))
     """
     return _frequencies("fftfreq", n, d, spec, False)
 
@@ -43,6 +47,10 @@ def rfftfreq(n: int, d: float = 1.0, *, spec: Spec | None = None) -> Any:
     """The frequencies of the modes of n real points, in the order of `rfft`: `np.fft.rfftfreq(n, d)`.
 
     Arguments as for `fftfreq`; the array that spec splits has n // 2 + 1 entries.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.fft.rfftfreq(6, 1 / 6, spec=P("x"))
+        PartitionedArray([0., 1., 2., 3.], dtype=float64, spec=P('x'))
     """
     return _frequencies("rfftfreq", n, d, spec, True)
 
@@ -79,6 +87,10 @@ def fftshift(
     axes: None: all. As `np.fft.fftshift`. spec, out_spec, shape: as for `fftn`; the result lies as x does.
     Cost: one halo exchange, or on some of the workers two exchanges for each split dimension; half of the entries move.
     Linear. Adjoint: `ifftshift`. Raises SpecError and LayoutError for what does not fit.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.fft.fftshift(spmd.fft.fftfreq(5, 0.2, spec=P("x")))
+        PartitionedArray([-2., -1.,  0.,  1.,  2.], dtype=float64, spec=P('x'))
     """
     return _shift("fftshift", x, axes, 1, spec, out_spec, shape)
 
@@ -92,7 +104,12 @@ def ifftshift(
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """The inverse of `fftshift`: entry j is x[(j + n // 2) mod n] along each of axes. Adjoint: `fftshift`."""
+    """The inverse of `fftshift`: entry j is x[(j + n // 2) mod n] along each of axes. Adjoint: `fftshift`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     spmd.fft.ifftshift(spmd.fft.fftshift(spmd.arange(5, spec=P("x"))))
+    PartitionedArray([0, 1, 2, 3, 4], dtype=int64, spec=P('x'))
+    """
     return _shift("ifftshift", x, axes, -1, spec, out_spec, shape)
 
 

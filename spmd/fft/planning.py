@@ -49,6 +49,12 @@ def plan(
     Of all ways those come first that leave no worker without entries, then those of fewest repartitions, of best
     balance, and of fewest entries that move. Slabs take one repartition, and pencils one or two.
     Raises SpecError and LayoutError for what does not fit, MeshError without a mesh.
+
+        >>> with spmd.Mesh(x=2):
+        ...     plan = spmd.fft.plan((8, 8), P("x"), real=True)
+        ...     f = spmd.map(plan, P("x"), plan.out)
+        ...     np.allclose(f(np.eye(8)).numpy(), np.fft.rfftn(np.eye(8))), plan.out.spec
+        (True, P(None, 'x'))
     """
     where = "spmd.fft.plan"
     source = _layout(where, tuple(shape), spec, mesh)

@@ -42,6 +42,12 @@ def fft(
     """`fftn` along one dimension, of length n.
 
     Arguments, layouts and costs as for `fftn`. Adjoint: `fft`.
+
+        >>> with spmd.Mesh(x=2), spmd.ledger() as log:
+        ...     y = spmd.fft.fft(spmd.ones((2, 4), spec=P("x")))
+        >>> np.abs(y), log.messages
+        (PartitionedArray([[4., 0., 0., 0.],
+                          [4., 0., 0., 0.]], dtype=float64, spec=P('x', None)), 0)
     """
     return run("fft", "fft", a, None if n is None else (n,), (axis,), norm, padding, (spec, out_spec, shape))
 
@@ -61,6 +67,12 @@ def ifft(
     """`ifftn` along one dimension, of length n.
 
     Arguments, layouts and costs as for `fftn`. Adjoint: `ifft`.
+
+        >>> with spmd.Mesh(x=2):
+        ...     y = spmd.fft.ifft(spmd.fft.fft(spmd.put(np.eye(2, 4), P("x"))))
+        >>> np.abs(y).round(6)
+        PartitionedArray([[1., 0., 0., 0.],
+                          [0., 1., 0., 0.]], dtype=float64, spec=P('x', None))
     """
     return run("ifft", "ifft", a, None if n is None else (n,), (axis,), norm, padding, (spec, out_spec, shape))
 
@@ -81,6 +93,12 @@ def rfft(
 
     Arguments, layouts and costs as for `rfftn`.
     Adjoint: `hfft`, of which the modes that stand for two are halved before.
+
+        >>> with spmd.Mesh(x=2):
+        ...     y = spmd.fft.rfft(spmd.ones((2, 4), spec=P("x")))
+        >>> np.abs(y)
+        PartitionedArray([[4., 0., 0.],
+                          [4., 0., 0.]], dtype=float64, spec=P('x', None))
     """
     return run("rfft", "rfft", a, None if n is None else (n,), (axis,), norm, padding, (spec, out_spec, shape))
 
@@ -101,6 +119,12 @@ def irfft(
 
     Arguments, layouts and costs as for `irfftn`.
     Adjoint: `ihfft`, of which the modes that stand for two are doubled after.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.arange(10.0).reshape(2, 5), P("x"))
+        ...     spmd.fft.irfft(spmd.fft.rfft(x), 5).round(6) + 0.0
+        PartitionedArray([[0., 1., 2., 3., 4.],
+                          [5., 6., 7., 8., 9.]], dtype=float64, spec=P('x', None))
     """
     return run("irfft", "irfft", a, None if n is None else (n,), (axis,), norm, padding, (spec, out_spec, shape))
 
@@ -120,6 +144,9 @@ def hfft(
 
     Arguments, layouts and costs as for `fftn`. As `np.fft.hfft`.
     Adjoint: `rfft`, of which the entries that stand for two are doubled after.
+
+        >>> spmd.fft.hfft(np.array([1.0, 0.0, 0.0]))
+        array([1., 1., 1., 1.])
     """
     return run("hfft", "hfft", a, None if n is None else (n,), (axis,), norm, None, (spec, out_spec, shape))
 
@@ -139,6 +166,9 @@ def ihfft(
 
     Arguments, layouts and costs as for `fftn`. As `np.fft.ihfft`.
     Adjoint: `irfft`, of which the entries that stand for two are halved before.
+
+        >>> np.abs(spmd.fft.ihfft(np.array([1.0, 0.0, 0.0, 0.0])))
+        array([0.25, 0.25, 0.25])
     """
     return run("ihfft", "ihfft", a, None if n is None else (n,), (axis,), norm, None, (spec, out_spec, shape))
 
@@ -173,6 +203,15 @@ def fftn(
     Linear. Adjoint: the transform itself, transposed: that over the same dimensions, by repartitions back.
     Raises SpecError and LayoutError for lengths, axes and layouts that do not fit. Source: Cooley, Tukey, 1965; slabs
     and pencils as in Dalcin, Mortensen, Keyes, "Fast parallel multidimensional FFT using advanced MPI", 2019.
+
+        >>> x = np.cos(np.pi * np.arange(4) / 2) * np.ones((4, 1))
+        >>> with spmd.Mesh(x=2):
+        ...     y = spmd.fft.fftn(spmd.put(x, P("x")))
+        >>> np.abs(y).round(6)
+        PartitionedArray([[0., 8., 0., 8.],
+                          [0., 0., 0., 0.],
+                          [0., 0., 0., 0.],
+                          [0., 0., 0., 0.]], dtype=float64, spec=P(None, 'x'))
     """
     return run("fftn", "fft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
@@ -194,6 +233,12 @@ def ifftn(
     Arguments, layouts and costs as for `fftn`.
     padding: a has the modes of n points along an axis, and the result floor(p n) points of the same function.
     Adjoint: `ifftn`.
+
+        >>> with spmd.Mesh(x=2):
+        ...     modes = spmd.zeros(4, complex, spec=P("x")).at[0].set(4.0)
+        ...     y = spmd.fft.ifftn(modes)
+        >>> np.abs(y)
+        PartitionedArray([1., 1., 1., 1.], dtype=float64, spec=P(None))
     """
     return run("ifftn", "ifft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
@@ -214,6 +259,11 @@ def rfftn(
 
     Arguments, layouts and costs as for `fftn`.
     Adjoint: `irfftn` without its factor, of which the modes that stand for two are halved before.
+
+        >>> with spmd.Mesh(x=2, y=2):
+        ...     y = spmd.fft.rfftn(spmd.ones((4, 4, 4), spec=P("x", "y")))
+        >>> y.shape, y.spec
+        ((4, 4, 3), P(None, ('x', 'y'), None))
     """
     return run("rfftn", "rfft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
@@ -235,6 +285,12 @@ def irfftn(
     Arguments, layouts and costs as for `fftn`.
     s: the numbers of points; None: 2 (m - 1) along the last of axes, for m modes.
     Adjoint: `rfftn` times that factor, of which the modes that stand for two are doubled after.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.put(np.sin(np.pi * np.arange(4) / 2), P("x"))
+        ...     derivative = spmd.fft.irfftn(1j * np.array([0, 1, 0]) * spmd.fft.rfftn(f))
+        >>> derivative.numpy().round(6) + 0.0
+        array([ 1.,  0., -1.,  0.])
     """
     return run("irfftn", "irfft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
@@ -251,7 +307,13 @@ def fft2(
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """`fftn` over two dimensions, by default the last."""
+    """`fftn` over two dimensions, by default the last. Arguments, adjoint, layouts and costs as for that.
+
+    >>> with spmd.Mesh(x=2), spmd.ledger() as log:
+    ...     y = spmd.fft.fft2(spmd.ones((4, 4), spec=P("x")))
+    >>> y.spec, log.messages
+    (P(None, 'x'), 1)
+    """
     return run("fft2", "fft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
@@ -267,7 +329,14 @@ def ifft2(
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """`ifftn` over two dimensions, by default the last."""
+    """`ifftn` over two dimensions, by default the last. Arguments, adjoint, layouts and costs as for that.
+
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.put(np.eye(4), P("x"))
+    ...     y = spmd.fft.ifft2(spmd.fft.fft2(x))
+    >>> y.spec, np.allclose(y.numpy(), np.eye(4))
+    (P('x', None), True)
+    """
     return run("ifft2", "ifft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
@@ -283,7 +352,13 @@ def rfft2(
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """`rfftn` over two dimensions, by default the last."""
+    """`rfftn` over two dimensions, by default the last. Arguments, adjoint, layouts and costs as for that.
+
+    >>> with spmd.Mesh(x=2):
+    ...     y = spmd.fft.rfft2(spmd.ones((4, 4), spec=P("x")))
+    >>> y.shape, y.spec
+    ((4, 3), P(None, 'x'))
+    """
     return run("rfft2", "rfft", a, s, axes, norm, padding, (spec, out_spec, shape))
 
 
@@ -299,5 +374,11 @@ def irfft2(
     out_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Any:
-    """`irfftn` over two dimensions, by default the last."""
+    """`irfftn` over two dimensions, by default the last. Arguments, adjoint, layouts and costs as for that.
+
+    >>> with spmd.Mesh(x=2):
+    ...     y = spmd.fft.irfft2(spmd.fft.rfft2(spmd.put(np.eye(4), P("x"))))
+    >>> y.spec, y.dtype, np.allclose(y.numpy(), np.eye(4))
+    (P('x', None), dtype('float64'), True)
+    """
     return run("irfft2", "irfft", a, s, axes, norm, padding, (spec, out_spec, shape))

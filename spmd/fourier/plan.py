@@ -85,6 +85,15 @@ class FourierPlan(Printed):
 
     `plan(x)`, in a body: this worker's block of the transform, from its block of the array. `print(plan)` shows the
     steps. steps: `Transform`s, and `Move`s from one layout to another. dtype: of the array.
+
+        >>> with spmd.Mesh(x=2):
+        ...     print(spmd.fft.plan((8, 8), P("x")))
+        Fourier transform of complex128[8, 8] by P('x', None)
+        step  what                         array             layout        messages  bytes
+           1  fft along 1                  complex128[8, 8]  P('x', None)
+           2  repartition to P(None, 'x')  complex128[8, 8]  P('x', None)         2    512
+           3  fft along 0                  complex128[8, 8]  P(None, 'x')
+        gives complex128[8, 8] by P(None, 'x'): 1 repartition, 2 messages, 512 bytes
     """
 
     source: Layout

@@ -160,7 +160,13 @@ def bias_act(x: Tree, bias: Any, kind: str = "relu", *, alpha: float | None = No
 
     x: (..., n). bias: (n,), or None. kind: one of relu, relu6, leaky_relu, hard_sigmoid, hard_swish, sigmoid, silu,
     gelu (exact), gelu_tanh, elu, celu, selu, softplus, log_sigmoid, tanh, mish. alpha: the number of leaky_relu (0.01),
-    elu and celu (1). Cotangents: g * f'(x + bias), and its sum over rows for bias, in one computation.
+    elu and celu (1). Adjoint of the derivative: g * f'(x + bias), and its sum over rows for bias, in one computation.
+
+        >>> def total(x, bias):
+        ...     return np.sum(spmd.functions.bias_act(x, bias, "relu"))
+        >>> spmd.grad(total, argnums=(0, 1))(np.array([[-1.0, 1.0], [2.0, 2.0]]), np.array([0.5, 0.0]))
+        (array([[0., 1.],
+               [1., 1.]]), array([1., 2.]))
     """
     where = "spmd.functions.bias_act"
     x = as_floating(where, "x", x)
@@ -195,44 +201,88 @@ def _finite_number(where: str, argument: str, alpha: Any, nonzero: bool = False)
 
 @api_boundary
 def relu(x: Tree) -> Tree:
-    """max(x, 0), entry by entry. x: real; integers stay integers. Derivative: 1 where x > 0, else 0."""
+    """max(x, 0), entry by entry. x: real; integers stay integers. Adjoint of the derivative: g where x > 0, else 0.
+
+    >>> spmd.value_and_grad(lambda x: np.sum(spmd.relu(x)))(np.array([-1.0, 0.0, 2.0]))
+    (np.float64(2.0), array([0., 0., 1.]))
+    """
     x = as_array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
     return np.maximum(x, 0) if x.dtype.kind in "iu" else _apply(x, "relu")
 
 
 @api_boundary
 def relu6(x: Tree) -> Tree:
-    """min(max(x, 0), 6)."""
+    """min(max(x, 0), 6).
+
+    x: floating, of any shape. Adjoint of the derivative: g where 0 < x < 6, else 0. Raises SpecError for another dtype.
+
+        >>> spmd.value_and_grad(lambda x: np.sum(spmd.functions.relu6(x)))(np.array([-1.0, 3.0, 9.0]))
+        (np.float64(9.0), array([0., 1., 0.]))
+    """
     return _apply(x, "relu6")
 
 
 @api_boundary
 def leaky_relu(x: Tree, negative_slope: float = 0.01) -> Tree:
-    """x where x > 0, else negative_slope * x."""
+    """x where x > 0, else negative_slope * x.
+
+    x: floating, of any shape. Adjoint of the derivative: g where x > 0, else negative_slope * g. Raises SpecError for
+    another dtype.
+
+        >>> spmd.functions.leaky_relu(np.array([-2.0, 0.0, 3.0]), 0.5)
+        array([-1.,  0.,  3.])
+    """
     return _apply(x, "leaky_relu", _finite_number("spmd.functions.leaky_relu", "negative_slope", negative_slope))
 
 
 @api_boundary
 def hard_sigmoid(x: Tree) -> Tree:
-    """min(max(x / 6 + 1/2, 0), 1)."""
+    """min(max(x / 6 + 1/2, 0), 1).
+
+    x: floating, of any shape. Adjoint of the derivative: g / 6 where -3 < x < 3, else 0. Raises SpecError for another
+    dtype.
+
+        >>> spmd.functions.hard_sigmoid(np.array([-4.0, 0.0, 1.5, 4.0]))
+        array([0.  , 0.5 , 0.75, 1.  ])
+    """
     return _apply(x, "hard_sigmoid")
 
 
 @api_boundary
 def hard_swish(x: Tree) -> Tree:
-    """x * hard_sigmoid(x); Howard et al., "Searching for MobileNetV3", 2019."""
+    """x * hard_sigmoid(x).
+
+    x: floating, of any shape. Adjoint of the derivative: g * (x / 3 + 1/2) where -3 < x < 3, else 0 below and g above.
+    Raises SpecError for another dtype. Source: Howard et al., "Searching for MobileNetV3", 2019.
+
+        >>> spmd.functions.hard_swish(np.array([-4.0, 0.0, 1.5, 4.0]))
+        array([0.   , 0.   , 1.125, 4.   ])
+    """
     return _apply(x, "hard_swish")
 
 
 @api_boundary
 def sigmoid(x: Tree) -> Tree:
-    """1 / (1 + exp(-x)), without overflow."""
+    """1 / (1 + exp(-x)), without overflow.
+
+    x: floating, of any shape. Adjoint of the derivative: g * y * (1 - y). Raises SpecError for another dtype.
+
+        >>> spmd.functions.sigmoid(np.array([-1000.0, 0.0, 1000.0]))
+        array([0. , 0.5, 1. ])
+    """
     return _apply(x, "sigmoid")
 
 
 @api_boundary
 def silu(x: Tree) -> Tree:
-    """x * sigmoid(x), also called swish; Elfwing, Uchibe, Doya, 2017."""
+    """x * sigmoid(x), also called swish.
+
+    x: floating, of any shape. Adjoint of the derivative: g * s * (1 + x * (1 - s)), where s = sigmoid(x). Raises
+    SpecError for another dtype. Source: Elfwing, Uchibe, Doya, 2017.
+
+        >>> spmd.grad(lambda x: np.sum(spmd.functions.silu(x)))(np.array([0.0, 100.0]))
+        array([0.5, 1. ])
+    """
     return _apply(x, "silu")
 
 
@@ -241,10 +291,15 @@ swish = silu
 
 @api_boundary
 def gelu(x: Tree, approximate: bool | str = True) -> Tree:
-    """x * Phi(x), Phi being the distribution function of the normal distribution; Hendrycks, Gimpel, 2016.
+    """x * Phi(x), Phi being the distribution function of the normal distribution.
 
+    x: floating, of any shape. Adjoint of the derivative: g * (Phi(x) + x * Phi'(x)), or that of the approximation.
     approximate: True, the default as in `jax.nn.gelu`, or "tanh": x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
-    False or "none", torch's default: exact.
+    False or "none", torch's default: exact. Raises SpecError for another dtype. Source: Hendrycks, Gimpel, "Gaussian
+    error linear units", 2016.
+
+        >>> spmd.functions.gelu(np.array([-1.0, 0.0, 1.0]), approximate=False).round(4)
+        array([-0.1587,  0.    ,  0.8413])
     """
     if not isinstance(approximate, bool | str) or isinstance(approximate, str) and approximate not in ("tanh", "none"):
         where, need = "spmd.functions.gelu", 'True or "tanh", False or "none"'
@@ -255,13 +310,27 @@ def gelu(x: Tree, approximate: bool | str = True) -> Tree:
 
 @api_boundary
 def elu(x: Tree, alpha: float = 1.0) -> Tree:
-    """x where x > 0, else alpha * (exp(x) - 1)."""
+    """x where x > 0, else alpha * (exp(x) - 1).
+
+    x: floating, of any shape. Adjoint of the derivative: g where x > 0, else alpha * exp(x) * g. Raises SpecError for
+    another dtype.
+
+        >>> spmd.functions.elu(np.array([-np.inf, 0.0, 2.0]), alpha=0.5)
+        array([-0.5,  0. ,  2. ])
+    """
     return _apply(x, "elu", _finite_number("spmd.functions.elu", "alpha", alpha))
 
 
 @api_boundary
 def celu(x: Tree, alpha: float = 1.0) -> Tree:
-    """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive."""
+    """x where x > 0, else alpha * (exp(x / alpha) - 1); alpha is positive.
+
+    x: floating, of any shape. Adjoint of the derivative: g where x > 0, else exp(x / alpha) * g. Raises SpecError for
+    another dtype.
+
+        >>> spmd.functions.celu(np.array([-np.inf, 0.0, 2.0]), alpha=0.5)
+        array([-0.5,  0. ,  2. ])
+    """
     where = "spmd.functions.celu"
     alpha = _finite_number(where, "alpha", alpha, nonzero=True)
     if alpha < 0:
@@ -271,25 +340,51 @@ def celu(x: Tree, alpha: float = 1.0) -> Tree:
 
 @api_boundary
 def selu(x: Tree) -> Tree:
-    """1.0507 * elu(x, 1.6733); Klambauer et al., "Self-normalizing neural networks", 2017."""
+    """1.0507 * elu(x, 1.6733).
+
+    x: floating, of any shape. Adjoint of the derivative: 1.0507 times that of elu. Raises SpecError for another dtype.
+    Source: Klambauer et al., "Self-normalizing neural networks", 2017.
+
+        >>> spmd.functions.selu(np.array([-np.inf, 0.0, 1.0])).round(4)
+        array([-1.7581,  0.    ,  1.0507])
+    """
     return _apply(x, "selu")
 
 
 @api_boundary
 def softplus(x: Tree) -> Tree:
-    """log(1 + exp(x)), without overflow."""
+    """log(1 + exp(x)), without overflow.
+
+    x: floating, of any shape. Adjoint of the derivative: g * sigmoid(x). Raises SpecError for another dtype.
+
+        >>> spmd.functions.softplus(np.array([-100.0, 0.0, 100.0])).round(4)
+        array([  0.    ,   0.6931, 100.    ])
+    """
     return _apply(x, "softplus")
 
 
 @api_boundary
 def log_sigmoid(x: Tree) -> Tree:
-    """log(sigmoid(x)) = -softplus(-x)."""
+    """log(sigmoid(x)) = -softplus(-x).
+
+    x: floating, of any shape. Adjoint of the derivative: g * sigmoid(-x). Raises SpecError for another dtype.
+
+        >>> spmd.functions.log_sigmoid(np.array([-100.0, 0.0, 1.0])).round(4)
+        array([-100.    ,   -0.6931,   -0.3133])
+    """
     return _apply(x, "log_sigmoid")
 
 
 @api_boundary
 def mish(x: Tree) -> Tree:
-    """x * tanh(softplus(x)); Misra, 2019."""
+    """x * tanh(softplus(x)).
+
+    x: floating, of any shape. Adjoint of the derivative: g * (t + x * (1 - t^2) * sigmoid(x)), where t =
+    tanh(softplus(x)). Raises SpecError for another dtype. Source: Misra, 2019.
+
+        >>> spmd.functions.mish(np.array([-1.0, 0.0, 1.0])).round(4)
+        array([-0.3034,  0.    ,  0.8651])
+    """
     return _apply(x, "mish")
 
 
@@ -310,13 +405,27 @@ def _halves(where: str, x, axis: int):
 
 @api_boundary
 def glu(x: Tree, axis: int = -1) -> Tree:
-    """a * sigmoid(b), where a and b are the halves of x along an axis; Dauphin et al., 2016. As `jax.nn.glu`."""
+    """a * sigmoid(b), where a and b are the halves of x along an axis. As `jax.nn.glu`.
+
+    x: floating, of even length along the axis. Adjoint of the derivative: g * s for a, g * a * s * (1 - s) for b, where
+    s = sigmoid(b). Raises SpecError for an odd length. Source: Dauphin et al., 2016.
+
+        >>> spmd.functions.glu(np.array([1.0, 2.0, 0.0, 0.0]))
+        array([0.5, 1. ])
+    """
     a, b = _halves("spmd.functions.glu", x, axis)
     return a * sigmoid(b)
 
 
 @api_boundary
 def swiglu(x: Tree, axis: int = -1) -> Tree:
-    """silu(a) * b, where a and b are the halves of x along an axis; Shazeer, "GLU variants", 2020."""
+    """silu(a) * b, where a and b are the halves of x along an axis.
+
+    x: floating, of even length along the axis. Adjoint of the derivative: as of `silu` times b for a, g * silu(a) for
+    b. Raises SpecError for an odd length. Source: Shazeer, "GLU variants improve transformer", 2020.
+
+        >>> spmd.functions.swiglu(np.array([0.0, 100.0, 3.0, 2.0]))
+        array([  0., 200.])
+    """
     a, b = _halves("spmd.functions.swiglu", x, axis)
     return silu(a) * b

@@ -50,6 +50,11 @@ def adaptive_max_pool(
     Forward, and the adjoint of the derivative: as for `max_pool`. Of equal entries the first is chosen.
     Raises SpecError and LayoutError where the lengths, specs and layouts do not fit x.
     Source: as torch.nn.functional.adaptive_max_pool2d.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.arange(7.0).reshape(1, 1, 7), P(None, None, "x"))
+        ...     spmd.functions.adaptive_max_pool(x, 3)
+        PartitionedArray([[[2., 4., 6.]]], dtype=float64, spec=P(None, None, 'x'))
     """
     x = as_operand(_WHERE, "x", x, "f", "real floating-point numbers", "x.astype(float)")
     check_spatial(_WHERE, x)

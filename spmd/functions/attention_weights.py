@@ -57,7 +57,15 @@ def attention_with_weights(
     result. A query that sees no key has weights of zero.
     Each worker holds the rows of w of its queries, and fetches the keys and values of their heads, of all positions.
     Adjoint in q, k, v and bias: of softmax and the two products; cotangents return to where the operands lie.
-    Raises SpecError and LayoutError for arguments that do not fit. Vaswani et al., "Attention is all you need", 2017.
+    Raises SpecError and LayoutError for arguments that do not fit. Source: Vaswani et al., "Attention is all you need",
+    2017.
+
+        >>> with spmd.Mesh(x=2):
+        ...     q = k = v = spmd.zeros((1, 2, 4), spec=P(None, "x"))
+        ...     y, w = spmd.functions.attention_with_weights(q, k, v, causal=True)
+        >>> w
+        PartitionedArray([[[1. , 0. ],
+                           [0.5, 0.5]]], dtype=float64, spec=P(None, 'x', None))
     """
     check_rate(_WHERE, "dropout", dropout)
     operands, options = checked_operands(

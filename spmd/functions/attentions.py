@@ -56,7 +56,7 @@ def attention(
 ) -> Tree:
     """softmax(scale q kᵀ + bias) v, where the mask is true. Arrays of NumPy, CuPy or PyTorch.
 
-    q: (..., heads, n, d). k: (..., key heads, m, d), v: (..., key heads, m, e), where heads is a multiple of key heads:
+    q: (..., heads, n, d). k: (..., key heads, m, d); v: (..., key heads, m, e), where heads is a multiple of key heads:
     head i uses head i // (heads / key heads) of k and v. Gives (..., heads, n, e). Floating; short dtypes are computed
     in float32.
     mask: booleans, true where a query sees a key. bias: floating, differentiated. Both broadcast to (..., heads, n, m).
@@ -66,8 +66,7 @@ def attention(
     and bias are this worker's blocks: specs, or a `Layout` on some of the workers, which saves the exchange of lengths.
     kv_spec None: as spec; the others: the whole. v_spec: of v, if another than kv_spec. Global arrays have layouts.
     axis_name: in place of spec, the axes that split the heads; with method "sequence" or "ring", the sequences.
-    out_spec: how the result is to lie. None: where the queries are computed with "heads" and "ring", as q with
-    "sequence".
+    out_spec: how the result is to lie. None: where the queries are computed, or with "sequence" as q.
     method: what is computed where.
     - "heads": each worker computes the queries that it holds. It fetches the keys and values of their heads, of all
       positions that they may see. Nothing moves where the heads alone are split, and those of the keys lie with them.
@@ -84,9 +83,15 @@ def attention(
     The score matrix is never held: it is computed by tiles, backward again, from the log-sum-exp of each row. Tiles
     that a causal mask leaves empty are skipped. Derivatives of second order hold it.
     Adjoint: with p the weights and s = p (g vᵀ - sum(g out)): of q scale s k, of k scale sᵀ q, of v pᵀ g, of bias s.
-    Raises SpecError and LayoutError for arguments that do not fit. Sources: Vaswani et al., "Attention is all you
+    Raises SpecError and LayoutError for arguments that do not fit. Source: Vaswani et al., "Attention is all you
     need", 2017; Dao et al., "FlashAttention", 2022; Jacobs et al., "DeepSpeed Ulysses", 2023; Liu, Zaharia, Abbeel,
     "Ring attention with blockwise transformers", 2023.
+
+        >>> with spmd.Mesh(x=2):
+        ...     q = k = v = spmd.put(np.array([[[0.0], [2.0]]]), P(None, "x"))
+        ...     spmd.functions.attention(q, 0 * k, v, causal=True, method="ring").numpy()
+        array([[[0.],
+                [1.]]])
     """
     return _attention(
         (q, k, v, mask, bias), causal, scale, method, axis_name, (spec, kv_spec, v_spec, mask_spec, bias_spec), out_spec

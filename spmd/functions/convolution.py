@@ -50,37 +50,37 @@ def conv(
     """y[n, o, i] = bias[o] + sum over c, k of w[o, c, k] x[n, c, i * stride + k * dilation - low], zero outside of x.
 
     x: (N, C, *spatial), one to three spatial dimensions. w: (O, C / groups, *kernel). bias: (O,). Floating or complex;
-    arrays of NumPy, CuPy or PyTorch.
-    Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1. As in neural networks, the kernel
-    is not flipped.
-    stride, dilation: an int, or one per spatial dimension. padding: an int, an int or a pair (low, high) for each
-    dimension, "SAME" or "VALID"; negative numbers crop. groups: channels and filters are split into this many
-    independent groups; groups = C is a depthwise convolution.
+    arrays of NumPy, CuPy or PyTorch. Gives (N, O, *m), m = (n + low + high - dilation (kernel - 1) - 1) // stride + 1.
+    As in neural networks, the kernel is not flipped. stride, dilation: an int, or one per spatial dimension. padding:
+    an int, an int or a pair (low, high) for each dimension, "SAME" or "VALID"; negative numbers crop. groups: channels
+    and filters are split into this many independent groups; groups = C is a depthwise convolution.
 
     Linear in x and in w. Adjoint in x: `conv_transpose` of g with w; in w: g correlated with x.
 
     spec, w_spec: in a body, how the whole x and w are split, of which x and w are this worker's blocks: specs, or a
     `Layout` on some of the workers. bias lies as the first dimension of w. None: the whole. Outside of bodies global
-    arrays have their layouts.
-    out_spec: how the result is to lie. None: as x in batch and space, in balanced blocks of space, and as the rows of w
-    in its channels.
-    boundary: the values of the padding, "zero", "periodic", "reflect" or "edge", for all spatial dimensions or for each
-    (of a block or a global array; spec=P() for a whole array). shape: of the whole x, if spec splits it evenly, with
-    None for lengths that it does not split; without it the workers exchange the lengths of their blocks.
+    arrays have their layouts. out_spec: how the result is to lie. None: as x in batch and space, in balanced blocks of
+    space, and as the rows of w in its channels. boundary: the values of the padding, "zero", "periodic", "reflect" or
+    "edge", for all spatial dimensions or for each (of a block or a global array; spec=P() for a whole array). shape: of
+    the whole x, if spec splits it evenly, with None for lengths that it does not split; else workers exchange lengths.
 
     With specs: x is P(batch, c, *space), w P(r, c), the result P(batch, r, *space), summed over c. w goes to where x
     lies: it is sliced or gathered where it is split otherwise. With groups, channels of x and rows of w are both split
-    into whole groups; blocks that cut through a group are laid out anew.
-    Cost: one halo exchange in each split dimension of space, of as many entries of each face as the kernel reaches; one
-    all-reduce over c, or a reduce-scatter where out_spec splits the result by c. Backward their adjoints, one sum of
-    the cotangent of x over r, and of that of w over the other axes. Blocks are not copied for the halo, except if a
-    kernel reaches beyond the next block, with boundaries other than zeros, in short floating-point dtypes, or in torch.
-    Where a layout is on some of the workers: each worker of the result fetches what its outputs need, rows of w too.
-    But where channels of x are split and those of the result are not, workers of x sum over their channels, and the
-    sums are added where the result lies.
+    into whole groups; blocks that cut through a group are laid out anew. Cost: one halo exchange in each split
+    dimension of space, of as many entries of each face as the kernel reaches; one all-reduce over c, or a
+    reduce-scatter where out_spec splits the result by c. Backward their adjoints, one sum of the cotangent of x over r,
+    and of that of w over the other axes. Blocks are not copied for the halo, except if a kernel reaches beyond the next
+    block, with boundaries other than zeros, in short floating-point dtypes, or in torch. Where a layout is on some of
+    the workers: each worker of the result fetches what its outputs need, rows of w too. But where channels of x are
+    split and those of the result are not, workers of x sum over their channels, and those of the result add the sums.
 
     Raises SpecError and LayoutError if shapes or options do not fit. Arguments as in torch.nn.functional.conv2d.
     Source: Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning", 2020.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.arange(6.0).reshape(1, 1, 6), P(None, None, "x"))
+        ...     spmd.functions.conv(x, np.array([[[-1.0, 0.0, 1.0]]]), padding=1)
+        PartitionedArray([[[ 1.,  2.,  2.,  2.,  2., -4.]]], dtype=float64, spec=P(None, None, 'x'))
     """
     where = "spmd.functions.conv"
     x, w, groups = _arrays(where, x, w, bias, groups)
@@ -128,6 +128,11 @@ def conv_transpose(
 
     Raises SpecError and LayoutError where shapes or options do not fit.
     Arguments as in torch.nn.functional.conv_transpose2d.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([[[1.0, 2.0, 3.0]]]), P(None, None, "x"))
+        ...     spmd.functions.conv_transpose(x, np.ones((1, 1, 2)), stride=2)
+        PartitionedArray([[[1., 1., 2., 2., 3., 3.]]], dtype=float64, spec=P(None, None, 'x'))
     """
     where = "spmd.functions.conv_transpose"
     x, w, groups = _arrays(where, x, w, bias, groups)

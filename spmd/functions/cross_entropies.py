@@ -58,9 +58,17 @@ def softmax_cross_entropy(
     axis_name: the axes of the mesh that split the classes, in blocks of any sizes. Labels are then numbers of the
     whole, equal along these axes, or blocks of the distributions; weight is a block too. The loss is Invariant there.
     Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
-    Gradient: softmax(logits) * sum(t) - t, with weight * t for t; the forward pass computes it if it will be needed.
+    Adjoint of the derivative: g * (softmax(logits) * sum(t) - t), with weight * t for t; the forward pass computes it
+    if it will be needed.
     Raises StateError for logits that do not vary along axis_name or labels that do, SpecError for labels of another
     shape or out of range. On a GPU labels are not read, and the loss of one out of range is NaN.
+
+        >>> def loss(logits, labels):
+        ...     return spmd.softmax_cross_entropy(logits, labels, "model", reduction="sum")
+        >>> with spmd.Mesh(model=2):
+        ...     f = spmd.map(loss, (P(None, "model"), P()), P())
+        ...     spmd.grad(f)(np.zeros((1, 4)), np.array([2]))
+        array([[ 0.25,  0.25, -0.75,  0.25]])
     """
     where = "spmd.softmax_cross_entropy"
     if batch_axis_name is not None and reduction == "none":
@@ -284,6 +292,12 @@ def cross_entropy(
     Raises SpecError for targets of another shape or out of range and for other arguments, StateError where spec names
     an axis along which all workers have the same.
     Source: as torch.nn.functional.cross_entropy; Shoeybi et al., "Megatron-LM", 2019.
+
+        >>> with spmd.Mesh(data=2, model=2):
+        ...     logits = spmd.put(np.zeros((2, 4)), P("data", "model"))
+        ...     spmd.grad(lambda x: spmd.functions.cross_entropy(x, np.array([1, 3])))(logits)
+        PartitionedArray([[ 0.125, -0.375,  0.125,  0.125],
+                          [ 0.125,  0.125,  0.125, -0.375]], dtype=float64, spec=P('data', 'model'))
     """
     where = "spmd.functions.cross_entropy"
     o = _Options(where, reduction, as_number(where, "label_smoothing", label_smoothing, 0, 1))
@@ -306,7 +320,12 @@ def nll_loss(
     Arguments, reductions, specs and errors as `cross_entropy`; target are integers.
     Cost: if the classes are split, the workers that share a row exchange their numbers of classes, and sum two numbers
     per row; one all-reduce of two numbers for a mean; backward nothing.
-    Derivative's adjoint: -g weight[target] at x[target]. Source: as torch.nn.functional.nll_loss.
+    Adjoint of the derivative: -g weight[target] at x[target]. Source: as torch.nn.functional.nll_loss.
+
+        >>> with spmd.Mesh(model=2):
+        ...     x = spmd.put(np.log([[0.5, 0.25, 0.25]]), P(None, "model"))
+        ...     spmd.functions.nll_loss(x, np.array([1])) / np.log(2.0)
+        PartitionedArray(2., dtype=float64, spec=P())
     """
     where = "spmd.functions.nll_loss"
     o = _Options(where, reduction, ignore=_ignored(where, ignore_index))

@@ -38,7 +38,13 @@ def dropout(x: Tree, rate: float, key: Any, spec: Spec | None = None, *, broadca
     broadcast_dims: dimensions along which entries are dropped together, as the positions of a channel.
     Linear in x, and its own adjoint. Cost: no bytes; with a spec the workers exchange the shapes of their blocks.
     Raises SpecError in a body for an x that varies, without a spec: all workers would drop the same entries of their
-    blocks. Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, "Dropout", JMLR 15, 2014.
+    blocks. Source: Srivastava, Hinton, Krizhevsky, Sutskever, Salakhutdinov, "Dropout", JMLR 15, 2014.
+
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.functions.dropout(spmd.ones(8, spec=P("x")), 0.5, spmd.random.key(1))
+        PartitionedArray([0., 0., 0., 0., 0., 0., 2., 0.], dtype=float64, spec=P('x'))
+        >>> spmd.functions.dropout(np.ones(8), 0.5, spmd.random.key(1))
+        array([0., 0., 0., 0., 0., 0., 2., 0.])
     """
     where = "spmd.functions.dropout"
     x = floating_operand(where, "x", x)
@@ -52,8 +58,13 @@ def alpha_dropout(
 ) -> Tree:
     """Dropout that keeps mean 0 and variance 1, for SELU: entries become -1.758 with probability rate; then a x + b.
 
-    Arguments, cost and errors as `dropout`. Affine in x; adjoint: a g where the entry is kept.
+    Arguments, cost and errors as `dropout`. Affine in x. Adjoint: a g where the entry is kept.
     Source: Klambauer, Unterthiner, Mayr, Hochreiter, "Self-normalizing neural networks", 2017.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.zeros(6, spec=P("x"))
+        ...     spmd.functions.alpha_dropout(x, 0.5, spmd.random.key(0)).numpy().round(2)
+        array([ 0.78, -0.78, -0.78, -0.78, -0.78,  0.78])
     """
     where = "spmd.functions.alpha_dropout"
     x = floating_operand(where, "x", x)

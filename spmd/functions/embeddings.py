@@ -39,6 +39,15 @@ def take_rows(table: Tree, ids: Any) -> Tree:
     Forward: y[i, ...] = table[ids[i], ...], of shape ids.shape + table.shape[1:]. Adjoint: `add_rows`.
     Raises SpecError for ids out of range. On a GPU the ids are not read: there such rows are NaN, and the table gets no
     gradient of them.
+
+        >>> table = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> spmd.functions.take_rows(table, np.array([2, 0]))
+        array([[5., 6.],
+               [1., 2.]])
+        >>> spmd.grad(lambda t: np.sum(spmd.functions.take_rows(t, np.array([2, 2]))))(table)
+        array([[0., 0.],
+               [0., 0.],
+               [2., 2.]])
     """
     where = "spmd.functions.take_rows"
     table = _table(where, "table", table)
@@ -52,6 +61,11 @@ def add_rows(ids: Any, g: Any, rows: int) -> Any:
 
     Forward: y[ids[i], ...] += g[i, ...], in a fixed order; in float32 where g is of a short type. Adjoint: `take_rows`.
     Raises SpecError for ids out of range (on a GPU these are left out), LayoutError for g of another shape.
+
+        >>> spmd.functions.add_rows(np.array([0, 2, 0]), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), 3)
+        array([[6., 8.],
+               [0., 0.],
+               [3., 4.]])
     """
     where = "spmd.functions.add_rows"
     g, rows = _table(where, "g", g), _count(where, "rows", rows)
@@ -95,6 +109,17 @@ def embedding(
     LayoutError for layouts that do not fit, StateError for a table or ids of another state than axis_name says.
     Source: Shoeybi et al., "Megatron-LM: Training multi-billion parameter language models using model parallelism",
     2019.
+
+        >>> with spmd.Mesh(model=2):
+        ...     table = spmd.put(np.arange(8.0).reshape(4, 2), P("model"))
+        ...     spmd.functions.embedding(table, np.array([3, 0]))
+        ...     spmd.grad(lambda t: np.sum(spmd.functions.embedding(t, np.array([3, 3]))))(table)
+        PartitionedArray([[6., 7.],
+                          [0., 1.]], dtype=float64, spec=P(None, None))
+        PartitionedArray([[0., 0.],
+                          [0., 0.],
+                          [0., 0.],
+                          [2., 2.]], dtype=float64, spec=P('model', None))
     """
     where = "spmd.functions.embedding"
     padding = () if padding_idx is None else (_count(where, "padding_idx", padding_idx),)
@@ -146,6 +171,10 @@ def one_hot(ids: Any, classes: int, dtype: Any = float) -> Any:
     """Rows of zeros with a one at the place that each id names. ids: integers of any shape, from 0 to classes - 1.
 
     Gives (*ids.shape, classes). Raises SpecError for ids out of range; on a GPU their rows are zero.
+
+        >>> spmd.functions.one_hot(np.array([2, 0]), 3)
+        array([[0., 0., 1.],
+               [1., 0., 0.]])
     """
     where = "spmd.functions.one_hot"
     classes = _count(where, "classes", classes)

@@ -66,8 +66,12 @@ def sample(x: Any, points: Any, method: str = "linear", boundary: str = "zero", 
     method: "nearest", "linear", or "cubic" (R. Keys, 1981; cubic: his parameter). boundary: what stands beyond the
     ends, as in `spmd.halo_exchange`: "zero", "edge", "periodic" or "reflect".
 
-    Linear in x; adjoint: `inject`. By the points: the slopes of the interpolant, at kinks those on the right; those of
+    Linear in x. Adjoint: `inject`. By the points: the slopes of the interpolant, at kinks those on the right; those of
     "nearest" are 0. Raises SpecError where x and points do not fit.
+
+        >>> field = np.array([[0.0, 1.0], [2.0, 3.0]])
+        >>> spmd.functions.sample(field, np.array([[0.5, 0.5], [1.0, 0.25]]))
+        array([1.5 , 2.25])
     """
     where = "spmd.functions.sample"
     x = as_array(where, "x", x, "fc", _NUMBERS, "x.astype(float)")
@@ -96,7 +100,10 @@ def inject(
     values: (..., *m), points: (*m, d), as for `sample`. shape: of the d spatial dimensions. Gives (..., *shape): the
     sum, in the order of the points. Sources of a wave are so put into a field.
 
-    Linear in the values; adjoint: `sample`. Raises SpecError where values and points do not fit.
+    Linear in the values. Adjoint: `sample`. Raises SpecError where values and points do not fit.
+
+        >>> spmd.functions.inject(np.array([4.0]), np.array([[1.25]]), (4,))
+        array([0., 3., 1., 0.])
     """
     where = "spmd.functions.inject"
     values = as_array(where, "values", values, "fc", _NUMBERS, "values.astype(float)")

@@ -236,6 +236,12 @@ def l1_loss(x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean"
     Adjoint of the derivative, for x: g sign(x - target), and - that for target; of a mean divided by the count.
     Raises SpecError for other shapes, dtypes and reductions, StateError where spec names an axis along which all
     workers have the same. Source: as torch.nn.functional.l1_loss.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([1.0, 2.0, 5.0, 4.0]), P("x"))
+        ...     value, g = spmd.value_and_grad(lambda x: spmd.functions.l1_loss(x, np.full(4, 2.0)))(x)
+        >>> value.item(), g
+        (1.5, PartitionedArray([-0.25,  0.  ,  0.25,  0.25], dtype=float64, spec=P('x')))
     """
     loss = _made("l1_loss", "absolute", reduction, divides_by_weights=weight is not None)
     return _run(loss, x, target, weight, None, spec)
@@ -244,9 +250,15 @@ def l1_loss(x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean"
 @api_boundary
 @layer
 def mse_loss(x: Tree, target: Any, *, weight: Any = None, reduction: str = "mean", spec: Spec | None = None) -> Tree:
-    """(x - target)^2: arguments, cost and errors as `l1_loss`. Derivative's adjoint: 2 g (x - target).
+    """(x - target)^2: arguments, cost and errors as `l1_loss`. Adjoint of the derivative: 2 g (x - target).
 
     Source: as torch.nn.functional.mse_loss.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([1.0, 2.0, 6.0]), P("x"))
+        ...     value, g = spmd.value_and_grad(lambda x: spmd.functions.mse_loss(x, np.array([1.0, 2.0, 3.0])))(x)
+        >>> value.item(), g
+        (3.0, PartitionedArray([0., 0., 2.], dtype=float64, spec=P('x')))
     """
     loss = _made("mse_loss", "square", reduction, divides_by_weights=weight is not None)
     return _run(loss, x, target, weight, None, spec)
@@ -261,6 +273,11 @@ def smooth_l1_loss(
 
     beta: at least 0; 0 gives `l1_loss`. The rest as `l1_loss`. Source: as torch.nn.functional.smooth_l1_loss;
     Girshick, "Fast R-CNN", 2015.
+
+        >>> def loss(x):
+        ...     return spmd.functions.smooth_l1_loss(x, np.zeros(2), reduction="sum", beta=2.0)
+        >>> spmd.value_and_grad(loss)(np.array([1.0, 5.0]))
+        (np.float64(4.25), array([0.5, 1. ]))
     """
     beta = as_number("spmd.functions.smooth_l1_loss", "beta", beta, 0, inf)
     return _run(_made("smooth_l1_loss", "smooth_absolute", reduction, beta), x, target, None, None, spec)
@@ -275,6 +292,11 @@ def huber_loss(
 
     delta: above 0. The rest as `l1_loss`, but the mean divides by the number of entries also with weights, as in torch.
     Source: as torch.nn.functional.huber_loss; Huber, "Robust estimation of a location parameter", 1964.
+
+        >>> def loss(x):
+        ...     return spmd.functions.huber_loss(x, np.zeros(3), reduction="sum")
+        >>> spmd.value_and_grad(loss)(np.array([0.5, 1.0, 4.0]))
+        (np.float64(4.125), array([0.5, 1. , 1. ]))
     """
     where = "spmd.functions.huber_loss"
     delta = as_number(where, "delta", delta, 0, inf)
@@ -292,7 +314,13 @@ def binary_cross_entropy(
 
     x, target: from 0 to 1. weight: a factor for each entry, which broadcasts to x; in dimensions that are split it has
     the lengths of the block. The mean divides by the number of entries. The rest as `l1_loss`.
-    Derivative's adjoint: g (x - target) / max(x (1 - x), 1e-12). Source: as torch.nn.functional.binary_cross_entropy.
+    Adjoint of the derivative: g (x - target) / max(x (1 - x), 1e-12). Source: as
+    torch.nn.functional.binary_cross_entropy.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([0.5, 0.5, 0.25]), P("x"))
+        ...     spmd.functions.binary_cross_entropy(x, np.array([1.0, 0.0, 1.0]), reduction="sum") / np.log(2.0)
+        PartitionedArray(4., dtype=float64, spec=P())
     """
     return _run(_made("binary_cross_entropy", "binary", reduction), x, target, weight, None, spec)
 
@@ -311,8 +339,13 @@ def binary_cross_entropy_with_logits(
     """`binary_cross_entropy` of sigmoid(x), without overflow: (1 - target) x + log(1 + exp(-x)).
 
     pos_weight: a factor of the terms of positive targets, which broadcasts to x as weight does. The rest as
-    `binary_cross_entropy`. Derivative's adjoint: g (sigmoid(x) - target) without pos_weight.
+    `binary_cross_entropy`. Adjoint of the derivative: g (sigmoid(x) - target) without pos_weight.
     Source: as torch.nn.functional.binary_cross_entropy_with_logits.
+
+        >>> def loss(x):
+        ...     return spmd.functions.binary_cross_entropy_with_logits(x, np.array([1.0, 0.0]), reduction="sum")
+        >>> spmd.grad(loss)(np.array([0.0, 0.0]))
+        array([-0.5,  0.5])
     """
     loss = _made("binary_cross_entropy_with_logits", "binary_of_logits", reduction, takes_pos_weight=True)
     return _run(loss, x, target, weight, pos_weight, spec)
@@ -327,7 +360,13 @@ def kl_div(
 
     log_target: whether target has logarithms too. reduction: also "batchmean", the sum divided by the length of the
     whole x in its first dimension, which is the divergence per item; "mean" divides by the number of entries.
-    The rest as `l1_loss`. Derivative's adjoint for x: -g target. Source: as torch.nn.functional.kl_div.
+    The rest as `l1_loss`. Adjoint of the derivative, for x: -g target. Source: as torch.nn.functional.kl_div.
+
+        >>> p = np.array([[0.5, 0.5], [1.0, 0.0]])
+        >>> with spmd.Mesh(data=2):
+        ...     x = spmd.put(np.log([[0.25, 0.75], [0.5, 0.5]]), P("data"))
+        ...     spmd.functions.kl_div(x, p, reduction="batchmean").numpy().round(4)
+        np.float64(0.4185)
     """
     loss = _made("kl_div", "kl_div", reduction, bool(log_target), more=("batchmean",))
     return _run(loss, x, target, None, None, spec)
@@ -348,8 +387,13 @@ def poisson_nll_loss(
     """exp(x) - target x, for the logarithm x of a Poisson distribution's mean; x - target log(x + eps) for the mean.
 
     log_input: whether x is the logarithm. full: with Stirling's approximation of log(target!) where target > 1.
-    The rest as `l1_loss`. Derivative's adjoint for x: g (exp(x) - target). Source: as
+    The rest as `l1_loss`. Adjoint of the derivative, for x: g (exp(x) - target). Source: as
     torch.nn.functional.poisson_nll_loss.
+
+        >>> def loss(x):
+        ...     return spmd.functions.poisson_nll_loss(x, np.array([1.0, 3.0]), reduction="sum")
+        >>> spmd.value_and_grad(loss)(np.zeros(2))
+        (np.float64(2.0), array([ 0., -2.]))
     """
     eps = as_number("spmd.functions.poisson_nll_loss", "eps", eps, 0, inf)
     loss = _made("poisson_nll_loss", "poisson", reduction, bool(log_input), bool(full), eps)

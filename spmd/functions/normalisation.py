@@ -145,13 +145,20 @@ def layer_norm(
     holds each block of rows' entries. Outside of bodies global arrays have their layouts. shape: of the whole x in
     balanced blocks, to have them checked.
 
-    Where rows are split: one all-gather of two numbers per row and a count forward, one sum of these backward; on some
-    of the workers an exchange between those that share rows. Otherwise nothing.
-    Cotangent of x: (u - mean(u) - z * mean(u z)) / sqrt(var + eps), where u = g * weight, z = (x - mean) / sqrt(...).
-    Those of weight and bias are summed over the workers that split other dimensions.
+    Cost: where rows are split, one all-gather of two numbers per row and a count forward, one sum of these backward; on
+    some of the workers an exchange between those that share rows. Otherwise nothing.
+    Adjoint of the derivative, for x: (u - mean(u) - z * mean(u z)) / sqrt(var + eps), where u = g * weight, z = (x -
+    mean) / sqrt(...). Those of weight and bias are summed over the workers that split other dimensions.
     Raises StateError for an x that does not vary over the axes of spec that split rows, SpecError and LayoutError for
-    shapes that do not fit. Ba, Kiros, Hinton, "Layer normalization", 2016; Chan, Golub, LeVeque, "Updating formulae
-    and a pairwise algorithm", 1979.
+    shapes that do not fit. Source: Ba, Kiros, Hinton, "Layer normalization", 2016; Chan, Golub, LeVeque, "Updating
+    formulae and a pairwise algorithm", 1979.
+
+        >>> with spmd.Mesh(model=2), spmd.ledger() as log:
+        ...     x = spmd.put(np.array([[1.0, 3.0], [0.0, 8.0]]), P(None, "model"))
+        ...     y = spmd.functions.layer_norm(x)
+        >>> y.numpy().round(3), log.messages
+        (array([[-1.,  1.],
+               [-1.,  1.]]), 1)
     """
     return _rows("spmd.functions.layer_norm", x, weight, bias, eps, ndim, spec, w_spec, shape, True)
 
@@ -168,7 +175,13 @@ def rms_norm(
     w_spec: Spec | None = None,
     shape: Sequence[int] | None = None,
 ) -> Tree:
-    """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Zhang, Sennrich, 2019."""
+    """x / sqrt(mean(x^2) + eps) * weight, for each row: as `layer_norm`, without the mean. Source: Zhang, Sennrich,
+    "Root mean square layer normalization", 2019.
+
+        >>> with spmd.Mesh(model=2):
+        ...     spmd.functions.rms_norm(spmd.put(np.array([[3.0, 4.0, 0.0, 0.0]]), P(None, "model"))).numpy().round(3)
+        array([[1.2, 1.6, 0. , 0. ]])
+    """
     return _rows("spmd.functions.rms_norm", x, weight, None, eps, ndim, spec, w_spec, shape, False)
 
 
@@ -179,8 +192,11 @@ def rms_norm(
 def merge_moments(counts: Any, means: Any, squares: Any) -> Any:
     """The count, mean and sum of squared distances of several samples together, from those of each.
 
-    The first axis counts the samples. Of no entries mean and squares are 0. Chan, Golub, LeVeque, "Updating formulae
-    and a pairwise algorithm", 1979.
+    The first axis counts the samples. Of no entries mean and squares are 0. Source: Chan, Golub, LeVeque, "Updating
+    formulae and a pairwise algorithm", 1979.
+
+        >>> spmd.functions.merge_moments(np.array([1, 3]), np.array([0.0, 4.0]), np.array([0.0, 2.0]))
+        (np.int64(4), np.float64(3.0), np.float64(14.0))
     """
     where = "spmd.functions.merge_moments"
     means, squares = as_floating(where, "means", means), as_floating(where, "squares", squares)
@@ -195,7 +211,13 @@ def moments(
 
     Every entry counts once, however uneven the blocks; some may be empty. The variance is the mean squared distance
     from the mean. Along axis_name the results are Invariant; an array that is Invariant there counts once.
-    Cost: one all-gather of both and the count; backward its adjoint. Of no entries both are NaN.
+    Of no entries both are NaN. Adjoint of the derivative: g / n for the mean, 2 g (x - mean) / n for the variance.
+    Cost: one all-gather of both and the count; backward its adjoint.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: spmd.functions.moments(x, axis_name="x"), P("x"), P())
+        ...     [value.item() for value in f(np.array([0.0, 3.0, 6.0]))]
+        [3.0, 6.0]
     """
     where = "spmd.functions.moments"
     x = as_floating(where, "x", x)
@@ -244,7 +266,14 @@ def batch_norm(
     arrays stay as they are. With training=False they replace the batch's statistics and are returned unchanged.
 
     Cost: one all-gather of the statistics forward, one sum of two numbers per channel backward; where only channels
-    are split, nothing. Ioffe, Szegedy, "Batch normalization", 2015.
+    are split, nothing. Adjoint of the derivative, and errors: as of `layer_norm`. Source: Ioffe, Szegedy, "Batch
+    normalization", 2015.
+
+        >>> with spmd.Mesh(data=2), spmd.ledger() as log:
+        ...     x = spmd.put(np.array([[1.0], [1.0], [3.0], [3.0]]), P("data"))
+        ...     y, (mean, var) = spmd.functions.batch_norm(x, running=(np.zeros(1), np.ones(1)))
+        >>> mean, log.messages
+        (PartitionedArray([0.2], dtype=float64, spec=P(None)), 1)
     """
     where = "spmd.functions.batch_norm"
     x = floating_operand(where, "x", x)
@@ -298,8 +327,17 @@ def group_norm(
     NumPy, CuPy or PyTorch. spec, w_spec: as for `layer_norm`; w_spec=None: weight and bias lie as the channels do.
     shape: of the whole x, if spec splits it evenly; without it the workers exchange the lengths of their blocks where
     the channels are split.
-    Cost: as `layer_norm`. Where groups lie across workers these exchange the statistics of their channels.
-    Wu, He, "Group normalization", 2018.
+    Cost: as `layer_norm`. Where groups lie across workers these exchange the statistics of their channels. Raises
+    SpecError for groups that do not divide the channels, and as `layer_norm`.
+    Source: Wu, He, "Group normalization", 2018.
+
+        >>> x = np.array([[[1.0, 1.0], [3.0, 3.0], [0.0, 0.0], [4.0, 4.0]]])
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.functions.group_norm(spmd.put(x, P(None, None, "x")), groups=2).numpy().round(3)
+        array([[[-1., -1.],
+                [ 1.,  1.],
+                [-1., -1.],
+                [ 1.,  1.]]])
     """
     where = "spmd.functions.group_norm"
     x = floating_operand(where, "x", x)
@@ -349,6 +387,12 @@ def instance_norm(
     running: (mean, variance) of earlier batches, or None. If given, the result is (y, new running), as of `batch_norm`:
     by the means over the batch of the means and of the unbiased variances, as in torch. With training=False they
     replace the statistics of x. Cost of the update: where the batch is split, one sum of two numbers per channel.
+
+        >>> x = np.array([[[1.0, 3.0], [0.0, 4.0]]])
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.functions.instance_norm(spmd.put(x, P(None, None, "x"))).numpy().round(3)
+        array([[[-1.,  1.],
+                [-1.,  1.]]])
     """
     where = "spmd.functions.instance_norm"
     x = floating_operand(where, "x", x)

@@ -71,6 +71,11 @@ def pad(
     workers by an exchange between those who need something of one another. Linear in x for a value of 0. Adjoint: g is
     added to the entries that were put there, by a halo accumulation; what was cut off gets 0.
     Raises SpecError and LayoutError where widths, modes, specs and layouts do not fit x. Source: as np.pad.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.arange(1.0, 5.0), P("x"))
+        ...     spmd.functions.pad(x, (1, 2), "wrap")
+        PartitionedArray([4., 1., 2., 3., 4., 1., 2.], dtype=float64, spec=P('x'))
     """
     x = as_operand(_WHERE, "x", x, "biufc", "numbers", "np.asarray(x) of numbers")
     pairs = _pairs(widths, x.ndim)

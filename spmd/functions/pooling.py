@@ -59,10 +59,17 @@ def max_pool(
     padding. A window of padding alone has -inf, and the index -1.
     Forward: each worker gets the entries that its outputs need, by one halo exchange; on some of the workers by an
     exchange between those who need something of one another. Nothing moves where no window crosses a block.
-    Derivative's adjoint: g is added to the chosen entry, by a halo accumulation where that lies on another worker.
+    Adjoint of the derivative: g is added to the chosen entry, by a halo accumulation where that lies on another worker.
     Raises SpecError and LayoutError where options, specs and layouts do not fit x. Source: as
     torch.nn.functional.max_pool2d; Hewett, Grady, "A linear algebraic approach to model parallelism in deep learning",
     2020.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([[[1.0, 5.0, 2.0, 4.0, 3.0]]]), P(None, None, "x"))
+        ...     spmd.functions.max_pool(x, 3, stride=2)
+        ...     spmd.grad(lambda x: np.sum(spmd.functions.max_pool(x, 3, stride=2)))(x)
+        PartitionedArray([[[5., 4.]]], dtype=float64, spec=P(None, None, 'x'))
+        PartitionedArray([[[0., 1., 0., 1., 0.]]], dtype=float64, spec=P(None, None, 'x'))
     """
     where = "spmd.functions.max_pool"
     x = as_operand(where, "x", x, "f", "real floating-point numbers", "x.astype(float)")
@@ -99,10 +106,15 @@ def avg_pool(
     in which no entry counts has the mean 0. divisor_override: what the sum of a window is divided by, in place of the
     number of entries that count.
 
-    Forward: as for `max_pool`. Linear; adjoint: each entry of g is shared equally among the entries of its window that
+    Forward: as for `max_pool`. Linear. Adjoint: each entry of g is shared equally among the entries of its window that
     count, by a halo accumulation where they lie on other workers.
     Raises SpecError and LayoutError where options, specs and layouts do not fit x. Source: as
     torch.nn.functional.avg_pool2d.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.arange(6.0).reshape(1, 1, 6), P(None, None, "x"))
+        ...     spmd.functions.avg_pool(x, 3, stride=1)
+        PartitionedArray([[[1., 2., 3., 4.]]], dtype=float64, spec=P(None, None, 'x'))
     """
     where = "spmd.functions.avg_pool"
     x = as_operand(where, "x", x, "fc", "floating-point or complex numbers", "x.astype(float)")

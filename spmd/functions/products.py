@@ -67,6 +67,13 @@ def linear(
     Raises SpecError and LayoutError for shapes, specs and layouts that do not fit. Source: as
     torch.nn.functional.linear; Shoeybi et al., "Megatron-LM", 2019; Hewett, Grady, "A linear algebraic approach to
     model parallelism in deep learning", 2020.
+
+        >>> x, w = np.ones((2, 4)), np.arange(8.0).reshape(2, 4)
+        >>> with spmd.Mesh(model=2), spmd.ledger() as log:
+        ...     y = spmd.functions.linear(spmd.put(x, P(None, "model")), spmd.put(w, P(None, "model")))
+        >>> y, log.messages
+        (PartitionedArray([[ 6., 22.],
+                          [ 6., 22.]], dtype=float64, spec=P(None, None)), 1)
     """
     _check(x, w, bias)
     check_dtypes(_WHERE, x, w=w, bias=bias)

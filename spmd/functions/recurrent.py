@@ -81,6 +81,12 @@ def rnn(
     Adjoint: the same steps, and messages, in the opposite order.
     Raises SpecError and LayoutError for parameters, shapes and specs that do not fit. Source: as torch.nn.RNN; Elman,
     "Finding structure in time", 1990; Huang et al., "GPipe", 2019, for the pipeline.
+
+        >>> params = {"weight_ih_l0": np.eye(1), "weight_hh_l0": np.eye(1)}
+        >>> with spmd.Mesh(time=2):
+        ...     x = spmd.put(np.array([1.0, -2.0, 3.0]).reshape(3, 1, 1), P("time"))
+        ...     spmd.functions.rnn(x, None, params, nonlinearity="relu")[0][:, 0, 0]
+        PartitionedArray([1., 0., 3.], dtype=float64, spec=P('time'))
     """
     where = "spmd.functions.rnn"
     if nonlinearity not in ("tanh", "relu"):
@@ -118,6 +124,14 @@ def lstm(
     With a projection h has `projected` features, which w_spec does not split: each step sends one all-reduce of h in
     place of the all-gather. Source: as torch.nn.LSTM; Hochreiter, Schmidhuber, "Long short-term memory", 1997; Sak et
     al., 2014, for the projection.
+
+        >>> params = {"weight_ih_l0": np.zeros((8, 1)), "weight_hh_l0": np.zeros((8, 2))}
+        >>> with spmd.Mesh(data=2):
+        ...     x = spmd.ones((3, 2, 1), spec=P(None, "data"))
+        ...     y, (h, c) = spmd.functions.lstm(x, (np.zeros((1, 2, 2)), np.ones((1, 2, 2))), params)
+        >>> c
+        PartitionedArray([[[0.125, 0.125],
+                           [0.125, 0.125]]], dtype=float64, spec=P(None, 'data', None))
     """
     where = "spmd.functions.lstm"
     states = (None, None) if state is None else state
@@ -164,6 +178,14 @@ def gru(
 
     params, lengths and all else: see `rnn`; weight_ih_l0 is (3 * hidden, features). Source: as torch.nn.GRU; Cho et
     al., "Learning phrase representations using RNN encoder-decoder", 2014.
+
+        >>> params = {"weight_ih_l0": np.zeros((6, 1)), "weight_hh_l0": np.zeros((6, 2))}
+        >>> with spmd.Mesh(data=2):
+        ...     x = spmd.ones((3, 2, 1), spec=P(None, "data"))
+        ...     y, h = spmd.functions.gru(x, np.ones((1, 2, 2)), params)
+        >>> h
+        PartitionedArray([[[0.125, 0.125],
+                           [0.125, 0.125]]], dtype=float64, spec=P(None, 'data', None))
     """
     net = _network("spmd.functions.gru", "gru", params)
     y, h = _run(net, x, (h0,), params, lengths, batch_sizes, spec, w_spec, shape, microbatches, (dropout, key))

@@ -46,6 +46,10 @@ class Taps:
 
     n: the length of the input. index, weight: (outputs, taps). `len` gives the outputs. name: its own in this process,
     for compiled graphs.
+
+        >>> taps = spmd.functions.plan_resize(4, 2)
+        >>> taps.index.tolist(), taps.weight.tolist()
+        ([[0, 1], [2, 3]], [[0.5, 0.5], [0.5, 0.5]])
     """
 
     named: ClassVar[WeakValueDictionary[str, Taps]] = WeakValueDictionary()
@@ -113,7 +117,13 @@ def resample(x: Tree, taps: Taps, axis: int = -1) -> Tree:
     """Along an axis, output o is the sum of weight[o, k] * x[index[o, k]], of the taps that `plan_resize` gives. x: a
     block or a bare array of NumPy, CuPy or PyTorch.
 
-    Linear; adjoint: the same with the transposed taps, `taps.T`. Raises SpecError where x has another length.
+    Linear. Adjoint: the same with the transposed taps, `taps.T`. Raises SpecError where x has another length.
+
+        >>> taps = spmd.functions.plan_resize(4, 2, "area")
+        >>> spmd.functions.resample(np.array([1.0, 3.0, 5.0, 9.0]), taps)
+        array([2., 7.])
+        >>> spmd.functions.resample(np.array([1.0, 2.0]), taps.T)
+        array([0.5, 0.5, 1. , 1. ])
     """
     where = "spmd.functions.resample"
     checked = as_array if frontend(x) is None else as_operand
@@ -148,7 +158,12 @@ def plan_resize(
 ) -> Taps:
     """The taps from n entries to m. On blocks: `spmd.plan_needs(n, m, taps.needs, inputs=...)` says what each
     worker needs, and `taps.part(outputs, inputs)` are the taps of its outputs. The options are those of `resize`; scale
-    is the distance of outputs in entries of the input, n / m by default."""
+    is the distance of outputs in entries of the input, n / m by default.
+
+        >>> taps = spmd.functions.plan_resize(3, 6, "nearest")
+        >>> taps.index[:, 0].tolist(), spmd.plan_needs(3, 6, taps.needs, inputs=2).needs
+        ([0, 0, 1, 1, 2, 2], ((0, 2), (1, 3)))
+    """
     where = "spmd.functions.plan_resize"
     for name, value in (("n", n), ("m", m)):
         try:
@@ -201,10 +216,15 @@ def resize(
     out_spec: how the result is to lie. None: on the grid of x, in balanced blocks of the dimensions that change.
 
     Forward: each worker gets the entries that its outputs read, by one halo exchange; on some of the workers by an
-    exchange between those who need something of one another. Linear; adjoint: the same with transposed taps, axis by
+    exchange between those who need something of one another. Linear. Adjoint: the same with transposed taps, axis by
     axis, then a halo accumulation.
     Raises SpecError and LayoutError for an unknown method, for lengths that x cannot have, and for specs and layouts
     that do not fit. Source: as jax.image.resize and torch.nn.functional.interpolate.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([[[0.0, 2.0, 4.0]]]), P(None, None, "x"))
+        ...     spmd.functions.resize(x, size=6)
+        PartitionedArray([[[0. , 0.5, 1.5, 2.5, 3.5, 4. ]]], dtype=float64, spec=P(None, None, 'x'))
     """
     x = as_operand(_WHERE, "x", x, "fc", _NUMBERS, "x.astype(float)")
     _check_method(_WHERE, method, align_corners, antialias, cubic)

@@ -41,6 +41,13 @@ def rope(
     Cost: nothing moves, unless features are split: then they are gathered, and the result is not.
     Linear in x. Adjoint: the turn by the opposite angles. Raises SpecError and LayoutError for arguments that do not
     fit. Source: Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spmd.put(np.array([[1.0, 0.0]] * 3), P("x"))
+        ...     spmd.functions.rope(x).numpy().round(3)
+        array([[ 1.   ,  0.   ],
+               [ 0.54 ,  0.841],
+               [-0.416,  0.909]])
     """
     _check(x, positions)
     turn = Turn(as_number(_WHERE, "base", base, 1, math.inf), bool(interleaved))

@@ -42,7 +42,7 @@ def softmax(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = N
 
     Cost: nothing where the axis is not split. Else an all-reduce of the largest entry of each row and one of a sum,
     and backward one of a sum; on a grid an exchange of both between the workers that share rows, and backward another.
-    Derivative's adjoint: y * (g - sum(g * y)). A row whose largest entry is infinite is NaN, as in torch.
+    Adjoint of the derivative: y * (g - sum(g * y)). A row whose largest entry is infinite is NaN, as in torch.
     Raises SpecError and LayoutError for arguments that do not fit, StateError where spec names an axis along which all
     workers have the same. Source: as torch.nn.functional.softmax; Milakov, Gimelshein, "Online normalizer calculation
     for softmax", 2018.
@@ -60,7 +60,7 @@ def softmax(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = N
 def log_softmax(x: Tree, axis: int = -1, *, dtype: Any = None, spec: Spec | None = None) -> Tree:
     """x - log(sum(exp(x))) along an axis, without overflow: the logarithm of `softmax`.
 
-    Arguments, cost and errors as `softmax`. Derivative's adjoint: g - softmax(x) * sum(g).
+    Arguments, cost and errors as `softmax`. Adjoint of the derivative: g - softmax(x) * sum(g).
 
         >>> np.exp(spmd.functions.log_softmax(np.log([1.0, 2.0, 5.0])))
         array([0.125, 0.25 , 0.625])
@@ -182,7 +182,12 @@ def logsumexp(
     x: floating. b: weights, which broadcast to the shape of x; the sum must not be negative. axis_name: the axes of the
     mesh that split these axes of x; then the sum is over the workers too, by two small all-reduces, and the result is
     Invariant there. Where every entry is -inf the result is -inf, and the gradient 0.
-    Derivative's adjoint: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
+    Adjoint of the derivative: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: spmd.functions.logsumexp(x, axis_name="x"), P("x"), P())
+        ...     np.exp(f(np.log([1.0, 2.0, 3.0])).numpy()).round(6)
+        np.float64(6.0)
     """
     where = "spmd.functions.logsumexp"
     x = as_floating(where, "x", x)

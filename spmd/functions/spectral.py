@@ -65,6 +65,12 @@ def spectral_conv(
     Raises SpecError and LayoutError for shapes, modes and layouts that do not fit. Source: Li et al., "Fourier neural
     operator for parametric partial differential equations", 2021; split as in Grady et al., "Model-parallel Fourier
     neural operators as learned surrogates for large-scale parametric PDEs", 2023.
+
+        >>> x = np.cos(np.pi * np.arange(4.0) / 2).reshape(1, 1, 4)
+        >>> with spmd.Mesh(x=2):
+        ...     y = spmd.functions.spectral_conv(spmd.put(x, P(None, None, "x")), np.array([[[3.0 + 0j, 2.0]]]))
+        >>> y.spec, np.allclose(y.numpy(), 2 * x)
+        (P(None, None, 'x'), True)
     """
     _check(x, w)
     wanted = None if modes is None else tuple(index(m) for m in modes)

@@ -64,6 +64,9 @@ def stencil(x: Tree, offsets: Any, weights: Any, padding: Any = 0) -> Tree:
     Linear in x and in the weights. Adjoint in x: the stencil of the negated offsets.
     For blocks of an array: `spmd.stencil`, or `spmd.halo_exchange` before. Raises SpecError and LayoutError where the
     arguments do not fit.
+
+        >>> spmd.functions.stencil(np.array([0.0, 1.0, 4.0, 9.0, 16.0]), [(-1,), (0,), (1,)], [1.0, -2.0, 1.0])
+        array([2., 2., 2.])
     """
     where = "spmd.functions.stencil"
     x = as_array(where, "x", x, "fc", "floating or complex numbers", "x.astype(float)")

@@ -18,9 +18,16 @@ __all__ = ["reshard"]
 def reshard(x: Any, spec: Spec) -> Any:
     """A global array laid out by a spec, or in a layout. Collective, and differentiable.
 
-    x: a global array, traced or not. Each worker sends the parts of its block that others need, once. Adjoint: the
-    cotangent goes the other way. As `jax.reshard`; `spmd.put` also takes bare arrays, and trees.
+    x: a global array, traced or not. Adjoint: the cotangent goes the other way. Cost: each worker sends the parts of
+    its block that others need, once. As `jax.reshard`; `spmd.put` also takes bare arrays, and trees.
     Raises SpecError or LayoutError where spec does not fit.
+
+        >>> with spmd.Mesh(x=2, y=2):
+        ...     x = spmd.ones((4, 4), spec=P("x"))
+        ...     spmd.reshard(x, P("x", "y")).layout.block_shape(0)
+        ...     spmd.grad(lambda x: np.sum(spmd.reshard(x, P(None, "y"))))(x).spec
+        (2, 2)
+        P('x', None)
     """
     value = global_value(x)
     if value is None:

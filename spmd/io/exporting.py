@@ -60,17 +60,21 @@ def export(
     else there are `model-00001-of-00003.safetensors`, ... and `model.safetensors.index.json`, which names the file of
     each tensor. metadata: strings by name, for the headers.
 
-        with spmd.Mesh(model=2):
-            w = spmd.zeros((64, 10), np.float32, spec=P("model"))
-            spmd.io.export("exported", {"head.weight": w})
-            spmd.load("exported", specs={"head.weight": P(None, "model")})  # safetensors.numpy.load_file gives it whole
-
     Every entry is written once, by a process that holds it, to its place in a file that all write; sums of unreduced
     arrays are taken first. Needs memory of a few MiB besides the tree. Cost: four small messages to all.
     The files are flushed and then renamed, the index last. An export to the same folder replaces the earlier one; if
     the program is killed while the files are renamed, neither is whole. `spmd.save` replaces a checkpoint at once.
     Raises CheckpointError on all processes: for leaves that are no arrays and dtypes that the format lacks, with their
     names, and for whatever `spmd.save` raises it.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(model=2):
+        ...     spmd.io.export(folder, {"head": {"weight": spmd.ones((4, 2), np.float32, spec=P("model"))}})
+        ...     spmd.load(folder, specs={"head.weight": P(None, "model")})
+        {'head.weight': PartitionedArray([[1., 1.],
+                          [1., 1.],
+                          [1., 1.],
+                          [1., 1.]], dtype=float32, spec=P(None, 'model'))}
     """
     members = members_of(_WHERE, meshes_in(tree))
     exporting = _Export(Path(os.path.abspath(os.fspath(path))), members)

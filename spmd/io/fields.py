@@ -55,17 +55,19 @@ def write_zarr(
     of whole chunks of at most 16 MiB if the cuts allow that, as those of blocks of equal lengths do.
     attributes: what JSON can hold, by name, for the array or the outermost group. overwrite: replace what Zarr wrote.
 
-        with spmd.Mesh(rows=2):
-            u = spmd.zeros((100, 50), np.float32, spec=P("rows"))
-            spmd.io.write_zarr("fields.zarr", {"u": u, "means": {"t": np.ones(3)}}, attributes={"time": 0.5})
-            u = spmd.put(zarr.open_array("fields.zarr", path="u", mode="r"), P(None, "rows"))
-
     No chunk is written by two processes: where a block ends within a chunk, its entries are sent to the one that writes
     it. Sums of unreduced arrays are taken first. Needs memory of a chunk, and where entries are sent a copy of one
     array at a time. Cost: four small messages to all, one more for each array, and what is sent.
     Others see the target when all is written; if overwrite replaces one, for a moment there is none.
     Raises CheckpointError on all processes: for what exists, for leaves that are no arrays, for dtypes that the format
     lacks, and for whatever `spmd.save` raises it; ImportError without the package zarr, `pip install "spmd[fields]"`.
+
+        >>> import tempfile, zarr
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(rows=2):
+        ...     spmd.io.write_zarr(f"{folder}/u.zarr", spmd.ones((4, 2), spec=P("rows")), attributes={"time": 0.5})
+        ...     u = zarr.open_array(f"{folder}/u.zarr", mode="r")
+        ...     spmd.put(u, P(None, "rows")).spec, u.chunks, u.attrs["time"]
+        (P(None, 'rows'), (2, 2), 0.5)
     """
     _write(_Zarr, path, tree, chunks, attributes, overwrite)
 
@@ -87,17 +89,19 @@ def write_hdf5(
     attributes: numbers, strings, and lists of one of them, by name, for the dataset or the outermost group.
     overwrite: replace an HDF5 file.
 
-        with spmd.Mesh(rows=2):
-            u = spmd.zeros((100, 50), np.float32, spec=P("rows"))
-            spmd.io.write_hdf5("fields.h5", {"u": u, "means": {"t": np.ones(3)}}, attributes={"time": 0.5})
-            with h5py.File("fields.h5") as file:
-                u = spmd.put(file["u"], P(None, "rows"))
-
     Sums of unreduced arrays are taken first. Needs memory of a few MiB besides the arrays. Cost: four small messages to
     all, and one for each process that writes, while the others wait.
     The target is flushed, and then gets its name; if overwrite replaces one, at every moment it is one or the other.
     Raises CheckpointError on all processes: for what exists, for leaves that are no arrays, for dtypes that the format
     lacks, and for whatever `spmd.save` raises it; ImportError without the package h5py, `pip install "spmd[fields]"`.
+
+        >>> import h5py, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(rows=2):
+        ...     u = spmd.ones((4, 2), spec=P("rows"))
+        ...     spmd.io.write_hdf5(f"{folder}/fields.h5", {"u": u}, attributes={"time": 0.5})
+        ...     with h5py.File(f"{folder}/fields.h5") as file:
+        ...         spmd.put(file["u"], P(None, "rows")).spec, file.attrs["time"].item()
+        (P(None, 'rows'), 0.5)
     """
     _write(_Hdf5, path, tree, chunks, attributes, overwrite)
 

@@ -190,13 +190,15 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     path: a folder that `spmd.save` wrote, or what else `spmd.load` takes: a safetensors file, an index of several, or a
     folder of either. Not collective.
 
-        info = spmd.io.inspect("run/7")
-        print(info)  # a table: name, shape, dtype, layout and bytes of each array, and the constants
-        info.arrays["params.w"].shape, info.metadata, info.created
-        assert not info.verify()  # every byte is as it was written
-
     `python -m spmd checkpoint PATH` prints the table, with `--verify` also what is damaged.
     Raises CheckpointError if there is no checkpoint, CorruptCheckpointError if its manifest is damaged.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(x=2):
+        ...     spmd.save(folder, {"w": spmd.ones((4, 2), spec=P("x")), "epoch": 7}, metadata={"code": "a1b2"})
+        ...     info = spmd.io.inspect(folder)
+        ...     info.arrays["w"].shape, info.metadata, info.verify()
+        ((4, 2), {'code': 'a1b2'}, [])
     """
     where = Path(os.fspath(path))
     steps = _steps_in(where)

@@ -72,11 +72,15 @@ def load(
     Each process reads the chunks that hold what its blocks need, once, and compares their checksums. Collective if some
     of the result is on a mesh of several processes, and in bodies.
 
-        params = spmd.load("run/7", specs={"w": P("model"), "b": P()})
-        state = spmd.load("run/7", like={"params": params, "optimizer": optimizer.init(params), "epoch": 0})
-
     Raises CheckpointError if there is no checkpoint, and for names, shapes and dtypes that do not fit;
     CorruptCheckpointError, with the name of the leaf, for bytes that are not those that were written.
+
+        >>> import tempfile
+        >>> w = spmd.put(np.arange(6.0), P("x"), spmd.Mesh(x=2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     spmd.save(folder, {"w": w, "epoch": 3})
+        ...     spmd.load(folder, specs={"w": P("model"), "epoch": None}, mesh=spmd.Mesh(model=3))
+        {'w': PartitionedArray([0., 1., 2., 3., 4., 5.], dtype=float64, spec=P('model')), 'epoch': 3}
     """
     meshes: list[Mesh] = []
     structs: list[Any] = []

@@ -38,21 +38,18 @@ _POLL_SECONDS = 0.02
 class CheckpointManager:
     """The checkpoints of a run, in the folders `step-<number>` of a directory.
 
-        manager = spmd.io.CheckpointManager("run", max_to_keep=3)
-        state = {"params": params, "optimizer": optimizer.init(params)}
-        done = 0
-        if manager.latest() is not None:
-            state, done = manager.restore(like=(state, done))
-        for step in range(done, 1000):
-            state = train_step(state)
-            if step % 100 == 0:
-                manager.save(step, (state, step + 1))
-        manager.wait()
-
     directory: made by the first save. max_to_keep: how many of the newest steps are kept, None for all. keep_every:
     steps that it divides are kept too. All methods are collective, as `spmd.save` is, in bodies too. A `with manager:`
     ends with `wait()`. Folders of these names that hold other files and no checkpoint are left alone.
     Raises CheckpointError for a number that is not positive.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(x=2):
+        ...     with spmd.io.CheckpointManager(folder, max_to_keep=2) as manager:
+        ...         for step in range(4):
+        ...             manager.save(step, {"w": spmd.full(3, float(step), spec=P("x")), "done": step + 1})
+        ...     manager.all_steps(), manager.restore(like={"w": spmd.zeros(3, spec=P("x")), "done": 0})
+        ([2, 3], {'w': PartitionedArray([3., 3., 3.], dtype=float64, spec=P('x')), 'done': 4})
     """
 
     @api_boundary

@@ -53,9 +53,6 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
     samplers, random generators of NumPy. In bodies, blocks of PyTorch and what is equal on all workers.
     metadata: anything that JSON can hold, for `spmd.io.inspect`.
 
-        spmd.save("run/7", {"params": params, "optimizer": state, "epoch": 7}, metadata={"code": "a1b2c3"})
-        spmd.load("run/7", like={"params": params, "optimizer": state, "epoch": 0})
-
     Each block is written once, by a process that holds it; of what several hold each writes a part. Sums of unreduced
     arrays are taken first. If the program is killed, or the disk is full, the folder keeps the checkpoint that it had.
     The rename of a file commits when everything has been flushed to the disk (SPMD_FSYNC=0: without flushing).
@@ -65,6 +62,12 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
     Raises CheckpointError on all processes: for a leaf that cannot be saved, with its name; if bare arrays or numbers
     differ between processes; if not all processes see the folder; if another save to it is going on; and for the errors
     of the system, such as a full disk.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(model=2):
+        ...     spmd.save(folder, {"w": spmd.arange(4.0, spec=P("model")), "epoch": 7}, metadata={"code": "a1b2c3"})
+        ...     spmd.load(folder)
+        {'w': array([0., 1., 2., 3.]), 'epoch': 7}
     """
     members = members_of("spmd.save", meshes_in(tree))
     saving = Save(path, tree, metadata, members)

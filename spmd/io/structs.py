@@ -22,9 +22,13 @@ class ShapeDtypeStruct:
 
     shape, dtype: of the whole. spec: a P or a `Layout`: a global array on the mesh of the call; None: a bare array.
 
-        like = {"w": spmd.ShapeDtypeStruct((64, 10), np.float32, P("model"))}
-
     Raises LayoutError, TypeError or SpecError for what is none.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, spmd.Mesh(model=2):
+        ...     spmd.save(folder, {"w": np.arange(4.0)})
+        ...     spmd.load(folder, like={"w": spmd.ShapeDtypeStruct((4,), np.float64, P("model"))})
+        {'w': PartitionedArray([0., 1., 2., 3.], dtype=float64, spec=P('model'))}
     """
 
     shape: tuple[int, ...]

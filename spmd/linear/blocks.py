@@ -59,7 +59,16 @@ class _Blocks(LinearOperator):
 
 
 class VStack(_Blocks):
-    """Operators stacked vertically: x -> (A x, B x, ...). The adjoint is `HStack` of the adjoints."""
+    """Operators stacked vertically: x -> (A x, B x, ...). The adjoint is `HStack` of the adjoints.
+
+    Raises LayoutError where the domains differ.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(lambda x: 2 * x, P("x"), P("x"), shape=3)
+        ...     y = spmd.linear.VStack(A, 5 * A)(np.ones(3))
+        >>> [part.tolist() for part in y]
+        [[2.0, 2.0, 2.0], [10.0, 10.0, 10.0]]
+    """
 
     __slots__ = ()
 
@@ -81,7 +90,15 @@ class VStack(_Blocks):
 
 
 class HStack(_Blocks):
-    """Operators stacked horizontally: (x, y, ...) -> A x + B y + .... The adjoint is `VStack` of the adjoints."""
+    """Operators stacked horizontally: (x, y, ...) -> A x + B y + .... The adjoint is `VStack` of the adjoints.
+
+    Raises LayoutError where the ranges differ.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(lambda x: 2 * x, P("x"), P("x"), shape=3)
+        ...     spmd.linear.HStack(A, 5 * A)((np.ones(3), np.ones(3)))
+        PartitionedArray([12., 12., 12.], dtype=float64, spec=P('x'))
+    """
 
     __slots__ = ()
 
@@ -109,7 +126,14 @@ class HStack(_Blocks):
 
 
 class BlockDiagonal(_Blocks):
-    """Operators on a diagonal: (x, y, ...) -> (A x, B y, ...)."""
+    """Operators on a diagonal: (x, y, ...) -> (A x, B y, ...). The adjoint is that of the adjoints.
+
+    >>> with spmd.Mesh(x=2):
+    ...     A = spmd.linear_operator(lambda x: 2 * x, P("x"), P("x"), shape=3)
+    ...     y = spmd.linear.BlockDiagonal(A, 5 * A)((np.ones(3), np.ones(3)))
+    >>> [part.tolist() for part in y]
+    [[2.0, 2.0, 2.0], [10.0, 10.0, 10.0]]
+    """
 
     __slots__ = ()
 

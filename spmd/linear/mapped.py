@@ -142,9 +142,15 @@ def linear_operator(
     mesh: by default that of the enclosing `with mesh:`.
 
     A run on zeros finds the shapes of the result when they are first needed. The adjoint belongs to the inner product
-    sum(conj(x) * y); if f takes real arrays and gives complex ones, to its real part. Linearity of f is not checked:
-    `spmd.check_adjoint(A)` does so. Raises SpecError or LayoutError if specs or shapes do not fit, MeshError without a
-    mesh.
+    sum(conj(x) * y); if f takes real arrays and gives complex ones, to its real part. `spmd.check_adjoint(A)` checks
+    that f is linear. Raises SpecError or LayoutError if specs or shapes do not fit, MeshError without a mesh.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(lambda x: 3 * spmd.shift(x, "x", wrap=False), P("x"), P("x"), shape=4)
+        ...     A(np.arange(4.0))
+        ...     A.H(np.arange(4.0))
+        PartitionedArray([0., 0., 0., 3.], dtype=float64, spec=P('x'))
+        PartitionedArray([6., 9., 0., 0.], dtype=float64, spec=P('x'))
     """
     where = "spmd.linear_operator"
     mesh = mesh_for(mesh, where)

@@ -27,6 +27,14 @@ class LinearOperator(Linear):
 
     domain, range: the `Space` of its arguments and results, or trees of them. shape: (entries of the range, entries of
     the domain). dtype: of its matrix.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear_operator(lambda x: spmd.shift(x, "x", wrap=False), P("x"), P("x"), shape=4)
+        ...     B = A.H @ A + 2 * spmd.linear.identity(A.domain)
+        ...     B(np.ones(4))
+        PartitionedArray([3., 3., 2., 2.], dtype=float64, spec=P('x'))
+        >>> B.shape, B.dtype, B.H == B
+        ((4, 4), dtype('float64'), True)
     """
 
     __slots__ = ()
@@ -220,11 +228,25 @@ def _normal_form(terms: Iterable[Term], domain: Any, range: Any) -> LinearOperat
 
 @api_boundary
 def identity(domain: Any) -> LinearOperator:
-    """The identity of a space: `identity(A.domain)`."""
+    """The identity of a space: `identity(A.domain)`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     A = spmd.linear_operator(lambda x: spmd.shift(x, "x"), P("x"), P("x"), shape=4)
+    ...     spmd.linear.identity(A.domain) @ A == A
+    True
+    """
     return _normal_form([(1, ())], domain, domain)
 
 
 @api_boundary
 def zero(domain: Any, range: Any) -> LinearOperator:
-    """The zero operator from one space to another: `zero(A.domain, A.range) + A == A`."""
+    """The zero operator from one space to another: `zero(A.domain, A.range) + A == A`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     A = spmd.linear_operator(lambda x: spmd.psum(x, "x"), P("x"), P(), shape=4)
+    ...     spmd.linear.zero(A.domain, A.range)(np.ones(4))
+    ...     spmd.linear.zero(A.domain, A.range) + A == A
+    PartitionedArray([0., 0.], dtype=float64, spec=P(None))
+    True
+    """
     return _normal_form([], domain, range)

@@ -58,6 +58,13 @@ def from_scipy(
     op: of shape (m, n); A.H needs its adjoint (rmatvec). in_spec, out_spec: the layouts of argument and result;
     out_spec defaults to in_spec. shape, out_shape: of the arrays; the defaults are (n,), and (m,) or, for a square op,
     shape. Every process assembles the argument and applies `op` to all of it: for small operators, and for comparison.
+
+        >>> with spmd.Mesh(x=2):
+        ...     A = spmd.linear.from_scipy(np.array([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0]]), P("x"), P())
+        ...     A(np.ones(3))
+        ...     A.H(np.ones(2))
+        PartitionedArray([6., 1.], dtype=float64, spec=P(None))
+        PartitionedArray([1., 3., 3.], dtype=float64, spec=P('x'))
     """
     where = "spmd.linear.from_scipy"
     mesh = mesh_for(mesh, where)

@@ -24,7 +24,13 @@ __all__ = ["Space"]
 
 
 class Space:
-    """The arrays in the domain or range of an operator: their shape, dtype, layout and mesh."""
+    """The arrays in the domain or range of an operator: their shape, dtype, layout and mesh.
+
+    >>> with spmd.Mesh(x=2):
+    ...     A = spmd.linear_operator(lambda x: spmd.psum(x, "x"), P("x"), P(), shape=4)
+    >>> A.domain, A.range
+    (float64[4] P('x'), float64[2] P(None))
+    """
 
     __slots__ = ("dtype", "layout", "mesh")
 

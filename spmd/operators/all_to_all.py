@@ -91,8 +91,15 @@ def all_to_all(
     tiled=False: dimension split_axis has one entry per worker and goes away; the entries that arrive are stacked
     along a new dimension concat_axis.
 
-    Forward: y_k = [x_0[piece k]; x_1[piece k]; ...]. Adjoint: the same with the dimensions swapped, the pieces as
-    they came. Cost: one all-to-all. As `jax.lax.all_to_all`.
+    Forward: y_k = [x_0[piece k]; x_1[piece k]; ...]. Adjoint: the same with the dimensions swapped, the pieces as they
+    came. Cost: one all-to-all. Raises LayoutError for a length or sizes that do not fit. As `jax.lax.all_to_all`.
+
+        >>> with spmd.Mesh(x=2):
+        ...     columns = spmd.map(lambda x: spmd.all_to_all(x, "x", 1, 0, tiled=True), P("x"), P(None, "x"))
+        ...     x = columns(np.arange(6.0).reshape(2, 3))
+        >>> x
+        PartitionedArray([[0., 1., 2.],
+                          [3., 4., 5.]], dtype=float64, spec=P(None, 'x'))
     """
     names = _names(axis_name, "all_to_all")
     given = given_sizes("all_to_all", sizes, tiled)
@@ -104,8 +111,13 @@ def pswapaxes(x: Tree, axis_name: AxisName, axis: int) -> Tree:
 
     x: the block, or a pytree of blocks; dimension `axis` has one entry per worker along axis_name.
 
-    Forward: the transpose of workers and entries. Adjoint: the same. Cost: one all-to-all. As `jax.lax.pswapaxes`;
-    for blocks of any length, uneven ones too, `all_to_all(x, axis_name, axis, axis, tiled=True)`.
+    Forward: the transpose of workers and entries. Adjoint: the same. Cost: one all-to-all. Raises LayoutError for
+    another length. As `jax.lax.pswapaxes`; for blocks of any length, uneven ones too, `all_to_all(x, axis_name, axis,
+    axis, tiled=True)`.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.pswapaxes(x, "x", 0), P("x"), P("x"))(np.array([1, 2, 3, 4]))
+        PartitionedArray([1, 3, 2, 4], dtype=int64, spec=P('x'))
     """
     names = _names(axis_name, "pswapaxes")
     n = here("spmd.pswapaxes").group(names).size
@@ -241,20 +253,20 @@ def ragged_all_to_all(
     Forward (V -> V): y_k = output_k, with the rows [output_offsets_j, + size) replaced by the piece that j sends to k.
     Linear in operand and output. Adjoint: to operand, the rows of the cotangent go back to where they came from, and
     those of a row that was sent twice are added; to output, the cotangent with zeros where rows were replaced.
-    Cost: a message to each other worker that gets rows from here; and one all-to-all of 16 bytes per piece, by which
-    workers learn what comes and check it. As `jax.lax.ragged_all_to_all`, which checks nothing.
-    Raises LayoutError for rows that are not there, sizes on which sender and receiver do not agree, and pieces that
-    overlap in output.
+    Cost: a message to each worker that gets rows from here, and an all-to-all of 16 bytes per piece, which checks it.
+    Raises LayoutError for rows that are not there, sizes that do not agree, and pieces that overlap in output.
+
+        >>> def body(x, to, come):
+        ...     return spmd.ragged_all_to_all(x, np.zeros(4), [0, 1], [1, 2], to, come, axis_name="x")
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(body, P("x"), P("x"))(np.arange(6.0), np.array([0, 0, 1, 2]), np.array([1, 1, 2, 2]))
+        PartitionedArray([0., 3., 0., 0., 1., 2., 4., 5.], dtype=float64, spec=P('x'))
     """
     names, frame = _names(axis_name, "ragged_all_to_all"), sys._getframe(1)
     worker = here("spmd.ragged_all_to_all")
     group = worker.group(names)
     numbers = _checked_numbers(
-        group,
-        input_offsets=input_offsets,
-        send_sizes=send_sizes,
-        output_offsets=output_offsets,
-        recv_sizes=recv_sizes,
+        group, input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes
     )
     pairs, treedef = _pairs(operand, output)
     rows = [(np.shape(x)[0], np.shape(y)[0]) for x, y in pairs]

@@ -55,6 +55,13 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
     An error that f raises is raised on all workers.
     Raises StateError for other arrays among xs and for results that are no arrays; ClosureError where f uses a
     differentiated array that is not among its arguments; JitError within spmd.jit.
+
+        >>> def body(x):
+        ...     whole = spmd.gather(x, "x")
+        ...     return spmd.replicate(spmd.at_root(np.median, whole, axis_name="x"), "x")
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(body, P("x"), P())(np.array([5.0, 1.0, 4.0, 2.0])).item()
+        3.0
     """
     names, frame = _names(axis_name, "at_root"), sys._getframe(1)
     worker = here(_WHERE)

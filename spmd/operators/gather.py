@@ -149,7 +149,15 @@ def all_gather(x: Tree, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fal
     to: "varying", or "invariant" ("invarying"): then the result is known to be one value.
 
     Forward: y = [x_0; x_1; ...]. Adjoint: of V -> V `psum_scatter`; of V -> I `pslice`, which moves nothing. Choose
-    "invariant" where every worker goes on to compute the same with it. Cost: one all-gather. As `jax.lax.all_gather`.
+    "invariant" where every worker goes on to compute the same with it. Cost: one all-gather. Raises LayoutError where
+    blocks differ in other dimensions. As `jax.lax.all_gather`.
+
+        >>> with spmd.Mesh(x=2), spmd.ledger() as log:
+        ...     f = spmd.map(lambda x: spmd.all_gather(x, "x", tiled=True, to="invariant") * 2, P("x"), P())
+        ...     spmd.grad(lambda x: np.sum(f(x)))(np.arange(3.0))
+        array([2., 2., 2.])
+        >>> log.messages
+        1
     """
     names = _names(axis_name, "all_gather")
     kinds = {"varying": AllGather, "invariant": Collect, "invarying": Collect}
@@ -179,8 +187,14 @@ def psum_scatter(
     x: varies over every named axis, of one shape on all workers. tiled=False: dimension scatter_dimension has one
     entry per worker, and goes away; tiled=True: it is split into blocks, balanced or of the given sizes.
 
-    Forward: y_k = (x_0 + x_1 + ...)[part k]. Adjoint: `all_gather`. Cost: one reduce-scatter, half of a `psum`.
-    As `jax.lax.psum_scatter`, and of any length.
+    Forward: y_k = (x_0 + x_1 + ...)[part k]. Adjoint: `all_gather`. Cost: one reduce-scatter, half of a `psum`. Raises
+    LayoutError for a length or sizes that do not fit, StateError for an Invariant array. As `jax.lax.psum_scatter`, and
+    of any length.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: spmd.psum_scatter(x, "x", tiled=True), P("x"), P("x"))
+        ...     f(np.arange(6.0))
+        PartitionedArray([3., 5., 7.], dtype=float64, spec=P('x'))
     """
     names = _names(axis_name, "psum_scatter")
     given = given_sizes("psum_scatter", sizes, tiled)
@@ -195,7 +209,13 @@ def pslice(
     x: Invariant along the named axes. tiled=False: dimension `axis` has one entry per worker, and goes away;
     tiled=True: it is split into blocks, balanced or of the given sizes.
 
-    Forward (I -> V): y_k = x[part k]; nothing moves. Adjoint (V -> I): `all_gather(..., to="invariant")`.
+    Forward (I -> V): y_k = x[part k]; nothing moves. Adjoint (V -> I): `all_gather(..., to="invariant")`. Raises
+    StateError for an array that varies, LayoutError for a length or sizes that do not fit.
+
+        >>> with spmd.Mesh(x=2), spmd.ledger() as log:
+        ...     x = spmd.map(lambda x: spmd.pslice(x, "x", tiled=True), P(), P("x"))(np.arange(3.0))
+        >>> x, log.messages
+        (PartitionedArray([0., 1., 2.], dtype=float64, spec=P('x')), 0)
     """
     names = _names(axis_name, "pslice")
     given = given_sizes("pslice", sizes, tiled)

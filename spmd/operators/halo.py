@@ -435,6 +435,13 @@ def halo_exchange(
     result is always read-only.
     Raises LayoutError if widths trim more than the block has, if widths, boundary or sizes do not fit the block, or if
     an array of length 0 is to be continued; SpecError for an unknown axis.
+
+        >>> def laplacian(u):
+        ...     u = spmd.halo_exchange(u, P("x"), 1, "periodic")
+        ...     return u[2:] - 2 * u[1:-1] + u[:-2]
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(laplacian, P("x"), P("x"))(np.array([0.0, 0.0, 1.0, 0.0, 0.0]))
+        PartitionedArray([ 0.,  1., -2.,  1.,  0.], dtype=float64, spec=P('x'))
     """
     return operate(_operator(HaloExchange, spec, widths, boundary, shape, sizes), x, sys._getframe(1))
 
@@ -455,5 +462,12 @@ def halo_accumulate(
 
     Forward (V -> V): y = the sum of all entries of all workers that are copies of the block's, in a fixed order: the
     block's own first, then worker by worker. Adjoint: `halo_exchange`, which see for the arguments, cost and errors.
+
+        >>> with spmd.Mesh(x=2):
+        ...     halos = spmd.map(lambda x: spmd.halo_exchange(x, P("x"), 1), P("x"), P("x"))(np.arange(4.0))
+        ...     halos
+        ...     spmd.map(lambda x: spmd.halo_accumulate(x, P("x"), 1), P("x"), P("x"))(halos)
+        PartitionedArray([0., 1., 2., 1., 2., 3.], dtype=float64, spec=P('x'))
+        PartitionedArray([0., 2., 4., 3.], dtype=float64, spec=P('x'))
     """
     return operate(_operator(HaloAccumulate, spec, widths, boundary, shape, sizes), x, sys._getframe(1))

@@ -109,6 +109,13 @@ def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> T
 
     Forward: y_target = x_source. Adjoint: the inverse permutation. Cost: a message per pair. As `jax.lax.ppermute`.
     Raises LayoutError for a place out of range or named twice.
+
+        >>> with spmd.Mesh(x=3):
+        ...     f = spmd.map(lambda x: spmd.ppermute(x, "x", [(0, 1), (1, 2)]), P("x"), P("x"))
+        ...     f(np.array([1.0, 2.0, 3.0]))
+        ...     spmd.vjp(f, np.ones(3))[1](np.array([4.0, 5.0, 6.0]))
+        PartitionedArray([0., 1., 2.], dtype=float64, spec=P('x'))
+        (array([5., 6., 0.]),)
     """
     names = _names(axis_name, "ppermute")
     try:
@@ -125,10 +132,15 @@ def ppermute(x: Tree, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -> T
 
 
 def shift(x: Tree, axis_name: AxisName, offset: int = 1, *, wrap: bool = True) -> Tree:
-    """Blocks sent `offset` workers up along axis_name: y_k = x_(k - offset).
+    """Blocks sent `offset` workers up along axis_name.
 
     wrap: the axis is a ring. Otherwise the blocks that pass its end are dropped, and those at its start get zeros.
-    Adjoint: the shift by -offset.
+    Forward: y_k = x_(k - offset). Adjoint: the shift by -offset. Cost: a message from each worker whose block goes to
+    another.
+
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(lambda x: spmd.shift(x, "x", wrap=False), P("x"), P("x"))(np.array([1.0, 2.0, 3.0]))
+        PartitionedArray([0., 1., 2.], dtype=float64, spec=P('x'))
     """
     names = _names(axis_name, "shift")
     n = here("spmd.shift").group(names).size
@@ -155,8 +167,12 @@ def pshuffle(x: Tree, axis_name: AxisName, perm: Sequence[int]) -> Tree:
 
     x: the block, or a pytree of blocks; uneven ones travel as they are. perm: every place along the axis once.
 
-    Forward: y_k = x_perm[k]. Adjoint: the inverse permutation. Cost: a message from each worker that does not keep
-    its block. As `jax.lax.pshuffle`.
+    Forward: y_k = x_perm[k]. Adjoint: the inverse permutation. Cost: a message from each worker that does not keep its
+    block. Raises LayoutError for what is no permutation. As `jax.lax.pshuffle`.
+
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(lambda x: spmd.pshuffle(x, "x", [2, 0, 1]), P("x"), P("x"))(np.array([1.0, 2.0, 3.0]))
+        PartitionedArray([3., 1., 2.], dtype=float64, spec=P('x'))
     """
     names = _names(axis_name, "pshuffle")
     n = here("spmd.pshuffle").group(names).size
@@ -190,6 +206,13 @@ def sendrecv(x: Tree, axis_name: AxisName, source: Partner, dest: Partner) -> Tr
     Forward: y_k = x_source(k). Adjoint: `sendrecv` with source and dest exchanged. Cost: a message per pair; where a
     partner is given as a number, one more all-gather of 16 bytes, by which all learn the pairs.
     Raises LayoutError, before anything moves, where one worker receives from another that sends elsewhere.
+
+        >>> def body(x):
+        ...     place = spmd.worker_index("x")
+        ...     return spmd.sendrecv(x, "x", source=(place + 1) % 3, dest=(place - 1) % 3)
+        >>> with spmd.Mesh(x=3):
+        ...     spmd.map(body, P("x"), P("x"))(np.array([1.0, 2.0, 3.0]))
+        PartitionedArray([2., 3., 1.], dtype=float64, spec=P('x'))
     """
     where = "spmd.sendrecv"
     names = _names(axis_name, "sendrecv")

@@ -75,8 +75,13 @@ def sum(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
 
     x: varies over every named axis; blocks may be uneven or empty in the summed dimensions. Short floating-point
     numbers (float16, bfloat16, float8) are added up in float32, and the sum is rounded once. Adjoint: the cotangent,
-    broadcast to every entry of every worker. Cost: one all-reduce of the locally summed array.
-    Outside of bodies, without axis_name: as np.sum of a global array; so are the others.
+    broadcast to every entry of every worker. Cost: one all-reduce of the locally summed array; backward nothing. Raises
+    StateError for an Invariant array. Outside of bodies, without axis_name: as np.sum of a global array; so are the
+    others.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.sum(x, "x", axis=0), P("x"), P())(np.arange(6.0).reshape(3, 2))
+        PartitionedArray([6., 9.], dtype=float64, spec=P(None))
     """
     if axis_name is _OUTSIDE and WORKER.get() is None:
         return np.sum(x, axis=axis)
@@ -95,7 +100,13 @@ def mean(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     Every entry counts once, however uneven the blocks. Along axes where x is Invariant the copies count as one.
     As by np.mean, integers give float64, and short floating-point numbers (float16, bfloat16, float8) are added up in
     float32, and the mean is rounded once.
-    Cost: one all-reduce of the locally summed array and one of the count.
+    Adjoint: the cotangent / count, to every entry of every worker. Cost: one all-reduce of the locally summed array and
+    one of the count; backward nothing.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: (spmd.mean(x, "x"), spmd.pmean(np.mean(x), "x")), P("x"), P())
+        ...     [value.item() for value in f(np.array([0.0, 0.0, 6.0]))]
+        [2.0, 3.0]
     """
     if axis_name is _OUTSIDE and WORKER.get() is None:
         return np.mean(x, axis=axis)
@@ -114,8 +125,14 @@ def mean(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
 def max(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
     """The largest entry of x over its dimensions `axis` (None: all) and over the workers along axis_name.
 
-    Blocks may be uneven or empty, not all empty (LayoutError). Gradient: to all entries that attain it, on whichever
-    worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the ties.
+    Blocks may be uneven or empty, not all empty (LayoutError). Adjoint of the derivative: the cotangent, to all entries
+    that attain it, on whichever worker, in equal shares. Cost: one all-reduce forward, and one backward that counts the
+    ties.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: spmd.max(x, "x"), P("x"), P())
+        ...     spmd.value_and_grad(f)(np.array([1.0, 5.0, 5.0]))
+        (PartitionedArray(5., dtype=float64, spec=P()), array([0. , 0.5, 0.5]))
     """
     if axis_name is _OUTSIDE and WORKER.get() is None:
         return np.max(x, axis=axis)
@@ -123,7 +140,12 @@ def max(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
 
 
 def min(x: Any, axis_name: AxisName = _OUTSIDE, axis: Axis = None) -> Any:
-    """The smallest entry; see `max`."""
+    """The smallest entry; see `max`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     spmd.map(lambda x: spmd.min(x, "x", axis=0), P("x"), P())(np.array([[3, 1], [2, 4], [5, 0]]))
+    PartitionedArray([2, 0], dtype=int64, spec=P(None))
+    """
     if axis_name is _OUTSIDE and WORKER.get() is None:
         return np.min(x, axis=axis)
     return _extremum(x, axis_name, axis, "min", sys._getframe(1))

@@ -207,10 +207,17 @@ def repartition(x: Tree, src: Layout, dst: Layout) -> Tree:
     none. src, dst: layouts of one shape over the same axes, the same on all workers: `mesh.layout(shape, spec)`, or
     any grid on any workers, `spmd.Layout.grid(...)`. Several workers may hold a block of dst.
 
-    Forward: y = x[box of dst]; only overlaps that are not already there move, each from one worker, a message per
-    pair. Nothing moves where the layouts are equal. Adjoint: `accumulate` from dst to src.
+    Forward: y = x[box of dst]. Adjoint: `accumulate` from dst to src. Cost: only overlaps that are not already there
+    move, each from one worker, a message per pair; nothing where the layouts are equal.
     States: Varying along the axes that split a layout or hold its varying copies, Invariant along the others.
     Raises LayoutError where the layouts do not fit each other or the block, or src has varying copies.
+
+        >>> with spmd.Mesh(x=2) as mesh:
+        ...     rows, columns = mesh.layout((2, 4), P("x")), mesh.layout((2, 4), P(None, "x"))
+        ...     f = spmd.map(lambda x: spmd.repartition(x, rows, columns), rows, columns)
+        ...     f(np.arange(8.0).reshape(2, 4))
+        PartitionedArray([[0., 1., 2., 3.],
+                          [4., 5., 6., 7.]], dtype=float64, spec=P(None, 'x'))
     """
     return operate(_operator(Repartition, src, dst), x, sys._getframe(1))
 
@@ -218,8 +225,16 @@ def repartition(x: Tree, src: Layout, dst: Layout) -> Tree:
 def accumulate(x: Tree, src: Layout, dst: Layout) -> Tree:
     """A distributed array in another layout, where the varying copies of src are added.
 
-    Forward: y = Σ x over the copies, [box of dst]; a message per pair of workers that share something. Of invariant
-    copies one is taken. Adjoint: `repartition` from dst to src. Arguments as for `repartition`; dst has no varying
-    copies. Where copies are added booleans are counted, and an Invariant array is refused (StateError).
+    Arguments as for `repartition`; dst has no varying copies. Forward: y = Σ x over the copies, [box of dst]; of
+    invariant copies one is taken. Where copies are added booleans are counted. Adjoint: `repartition` from dst to src.
+    Cost: a message per pair of workers that share something. Raises StateError for an Invariant array whose copies
+    would be added, LayoutError as `repartition`.
+
+        >>> with spmd.Mesh(x=2) as mesh:
+        ...     src = spmd.Layout((3,), P(), mesh.axes, copies="varying")
+        ...     dst = spmd.Layout.grid((3,), (1,), mesh.axes, workers=[1])
+        ...     f = spmd.map(lambda x: spmd.accumulate(x, src, dst), P("x"), dst)
+        ...     [block.tolist() for block in f(np.arange(6.0)).blocks.values()]
+        [[], [3.0, 5.0, 7.0]]
     """
     return operate(_operator(Accumulate, src, dst), x, sys._getframe(1))

@@ -391,6 +391,10 @@ def sum_reduce(x: Any, axis_name: AxisName, root: int = 0) -> Any:
 
     x: varies over every named axis, of one shape on all workers.
     Forward (V -> Rooted): y_root = x_0 + x_1 + .... Adjoint: `broadcast`. Cost: one reduce.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.replicate(spmd.sum_reduce(x, "x"), "x"), P("x"), P())(np.arange(4.0))
+        PartitionedArray([2., 4.], dtype=float64, spec=P(None))
     """
     return _to_root(interned(SumReduce, _names(axis_name, "sum_reduce"), root), x)
 
@@ -398,7 +402,11 @@ def sum_reduce(x: Any, axis_name: AxisName, root: int = 0) -> Any:
 def keep(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """One value that all workers along axis_name have, kept by the one at place `root`.
 
-    Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`.
+    Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`. Raises StateError for an array that varies.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: repr(spmd.keep(x, "x")), P(), None)(np.ones(3))
+        '<Rooted(0 along x) value float64[3]>'
     """
     return _to_root(interned(Keep, _names(axis_name, "keep"), root), x)
 
@@ -406,7 +414,11 @@ def keep(x: Any, axis_name: AxisName, root: int = 0) -> Any:
 def broadcast(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The root's value, on every worker along axis_name as its own.
 
-    Forward (Rooted -> V): y_k = x_root. Adjoint: `sum_reduce`. Cost: one broadcast.
+    Forward (Rooted -> V): y_k = x_root. Adjoint: `sum_reduce`. Cost: one broadcast. Raises StateError for other values.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.broadcast(spmd.sum_reduce(x, "x"), "x"), P("x"), P("x"))(np.arange(4.0))
+        PartitionedArray([2., 4., 2., 4.], dtype=float64, spec=P('x'))
     """
     return _from_root(Broadcast, x, axis_name, root)
 
@@ -415,6 +427,10 @@ def replicate(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The root's value as one value that all workers along axis_name have.
 
     Forward (Rooted -> I): y = x_root. Adjoint: `keep`, which moves nothing. Cost: one broadcast.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.replicate(spmd.gather(x, "x"), "x"), P("x"), P())(np.arange(3.0))
+        PartitionedArray([0., 1., 2.], dtype=float64, spec=P(None))
     """
     return _from_root(Replicate, x, axis_name, root)
 
@@ -426,6 +442,10 @@ def scatter(x: Any, axis_name: AxisName, *, axis: int = 0, root: int = 0, sizes:
     Forward (Rooted -> V): y_k = x_root[piece k]. Adjoint: `gather`, which gives back the value as it was.
     Cost: a message to each worker, down a tree; one more from the root for each large piece.
     Raises LayoutError where the sizes do not add to the length, on all workers.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(lambda x: spmd.scatter(spmd.keep(x, "x"), "x", sizes=[1, 3]), P(), P("x"))(np.arange(4.0))
+        PartitionedArray([0., 1., 2., 3.], dtype=float64, spec=P('x'), blocks of ((1, 3),))
     """
     names, frame = _names(axis_name, "scatter"), sys._getframe(1)
     group, given = here("spmd.scatter").group(names), given_sizes("scatter", sizes)
@@ -447,16 +467,19 @@ def gather(x: Any, axis_name: AxisName, *, axis: int = 0, root: int = 0) -> Any:
     Cost: one message from each other worker, up a tree, and one more of a large block; and, because all know the shape
     of a Rooted value, one all-gather of the blocks' shapes, 8 bytes per dimension.
     Raises LayoutError where blocks differ elsewhere, on all workers.
+
+        >>> at_one = spmd.Layout.grid((5,), (1,), {"x": 3}, workers=[1])
+        >>> f = spmd.map(lambda x: spmd.gather(x, "x", root=1), P("x"), at_one, mesh=spmd.Mesh(x=3))
+        >>> [block.tolist() for block in f(np.arange(5)).blocks.values()]
+        [[], [0, 1, 2, 3, 4], []]
     """
     names, frame = _names(axis_name, "gather"), sys._getframe(1)
     worker = here("spmd.gather")
     group = worker.group(names)
     leaves, treedef = tree.flatten(x)
     for leaf in leaves:
-        is_block = (
-            isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex) or frontend(leaf) is not None
-        )
-        if not is_block and not on_device(leaf):
+        is_known = isinstance(leaf, Array | np.ndarray | np.generic | int | float | complex)
+        if not is_known and frontend(leaf) is None and not on_device(leaf):
             owned_block(leaf, Gather(names, root))  # an error that says what to pass
     shapes = [np.shape(leaf) for leaf in leaves]
     along = [normal_axis("gather", "axis", axis, len(s)) for s in shapes]

@@ -306,6 +306,11 @@ def stencil(
     For other boundaries, weights that are differentiated or that vary from place to place: `spmd.halo_exchange` first,
     then `spmd.functions.stencil` or arithmetic on slices.
     Raises LayoutError and SpecError where the arguments do not fit.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda u: spmd.stencil(u, P("x"), [(-1,), (0,), (1,)], [1.0, -2.0, 1.0]), P("x"), P("x"))
+        ...     f(np.array([0.0, 0.0, 1.0, 0.0, 0.0]))
+        PartitionedArray([ 0.,  1., -2.,  1.,  0.], dtype=float64, spec=P('x'))
     """
     where = "spmd.stencil"
     mesh = here(where).mesh

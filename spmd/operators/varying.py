@@ -225,6 +225,12 @@ def varying(a: Any, axis_name: str | Sequence[str]) -> Any:
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
     a: a bare array, a number, or an array of the body (which is varied). Gives an array that varies over the axis.
+
+        >>> def body():
+        ...     return spmd.varying(np.arange(2) + 10 * spmd.worker_index("x"), "x")
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.map(body, (), P("x"))()
+        PartitionedArray([ 0,  1, 10, 11], dtype=int64, spec=P('x'))
     """
     worker = here("spmd.varying")
     state = state_of(worker.mesh.names(axis_name, "spmd.varying"))
@@ -248,6 +254,11 @@ def block(x: Any) -> np.ndarray:
     On a mesh of a GPU it is an array of CuPy, which no flag protects: it is not to be written to.
 
     Raises StateError for a differentiated one: what is computed from bare data has no gradient.
+
+        >>> with spmd.Mesh(x=2):
+        ...     f = spmd.map(lambda x: len(np.unique(spmd.block(spmd.psum(x, "x")))), P("x"), None)
+        ...     f(np.array([1.0, 2.0, 1.0, 0.0]))
+        1
     """
     other = frontend(x)
     if other is not None:

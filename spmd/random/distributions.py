@@ -48,7 +48,11 @@ def bits(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Random integers over the full range of a dtype, uint32 or uint64."""
+    """Random integers over the full range of a dtype, uint32 or uint64. Arguments as for `uniform`.
+
+    >>> spmd.random.bits(spmd.random.key(0), (3,))
+    array([1713891541, 3781805453, 3159862348], dtype=uint32)
+    """
     where = "spmd.random.bits"
     checked = checked_dtype(where, dtype, "uint32 or uint64", "np.uint32")
     if checked not in (np.dtype(np.uint32), np.dtype(np.uint64)):
@@ -68,7 +72,20 @@ def uniform(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Uniformly distributed numbers in [minval, maxval)."""
+    """Uniformly distributed numbers in [minval, maxval).
+
+    key: of `spmd.random`; another one for each use. shape, dtype: of the whole array.
+    spec: how it is split, of which a body gets this worker's block; a spec, or a `Layout`. Outside of bodies the result
+    is a `PartitionedArray`. None: the whole. mesh: by default that of the enclosing `with mesh:`.
+    like: in place of spec and mesh, a global array as which the result lies.
+
+    Each number depends on the key and on its index in the whole only, so it is the same on every mesh. Cost: nothing
+    moves. Raises SpecError for options that do not fit.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.random.uniform(spmd.random.key(0), (3,), minval=-1.0, spec=P("x")).numpy().round(3)
+        array([ 0.761,  0.211, -0.276])
+    """
     where, dtype = "spmd.random.uniform", checked_float("spmd.random.uniform", dtype)
     _check_order(where, minval=minval, maxval=maxval)
     bounds = float(minval), float(maxval)
@@ -93,7 +110,14 @@ def normal(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Normally distributed numbers with mean 0 and variance 1."""
+    """Normally distributed numbers with mean 0 and variance 1. Arguments as for `uniform`.
+
+    >>> key = spmd.random.key(0)
+    >>> with spmd.Mesh(x=2):
+    ...     x = spmd.random.normal(key, (5,), spec=P("x"))
+    >>> x.spec, np.array_equal(x.numpy(), spmd.random.normal(key, (5,)))
+    (P('x'), True)
+    """
     where = "spmd.random.normal"
     return draw(where, key, "random_normal", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
@@ -112,7 +136,12 @@ def truncated_normal(
 ) -> PartitionedArray:
     """Normally distributed numbers, conditioned to lie between lower and upper (which may be infinite).
 
-    The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are available.
+    Arguments as for `uniform`. The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are
+    available. Raises SpecError for another interval.
+
+        >>> x = spmd.random.truncated_normal(spmd.random.key(0), -1.0, 0.5, (1000,))
+        >>> bool(np.all((-1.0 <= x) & (x <= 0.5)))
+        True
     """
     where, dtype = "spmd.random.truncated_normal", checked_float("spmd.random.truncated_normal", dtype)
     _check_order(where, lower=lower, upper=upper)
@@ -139,7 +168,12 @@ def exponential(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Exponentially distributed numbers with mean 1."""
+    """Exponentially distributed numbers with mean 1. Arguments as for `uniform`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     spmd.random.exponential(spmd.random.key(0), (3,), spec=P("x")).numpy().round(3)
+    array([1.431, 0.237, 1.288])
+    """
     where = "spmd.random.exponential"
     return draw(where, key, "random_exponential", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
@@ -154,7 +188,12 @@ def gumbel(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Gumbel-distributed numbers."""
+    """Gumbel-distributed numbers. Arguments as for `uniform`.
+
+    >>> with spmd.Mesh(x=2):
+    ...     spmd.random.gumbel(spmd.random.key(0), (3,), spec=P("x")).numpy().round(3)
+    array([-0.359,  1.44 , -0.253])
+    """
     where = "spmd.random.gumbel"
     return draw(where, key, "random_gumbel", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
@@ -167,6 +206,10 @@ def bernoulli(
 
     shape: by default that of like, else that of p. A global p, without spec and like, stands for like.
     Raises SpecError for a p on the host outside of [0, 1].
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.random.bernoulli(spmd.random.key(0), 0.5, (6,), spec=P("x"))
+        PartitionedArray([ True, False, False, False, False,  True], dtype=bool, spec=P('x'))
     """
     where = "spmd.random.bernoulli"
     p = as_array(where, "p", p)
@@ -217,7 +260,14 @@ def randint(
     mesh: Mesh | None = None,
     like: Any = None,
 ) -> PartitionedArray:
-    """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval)."""
+    """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval).
+
+    Arguments as for `uniform`. Raises SpecError for bounds that the dtype cannot hold, or an empty interval.
+
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.random.randint(spmd.random.key(0), (6,), 0, 10, spec=P("x"))
+        PartitionedArray([8, 6, 3, 0, 3, 2], dtype=int64, spec=P('x'))
+    """
     where = "spmd.random.randint"
     dtype = checked_dtype(where, dtype, "an integer dtype", "int")
     bounds = minval, maxval

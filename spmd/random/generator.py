@@ -58,11 +58,14 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
     draw the same numbers, which are Invariant.
     The numbers depend on the seed and on the index along the axes only, not on timing, schedulers or transports.
 
-        def body(x):
-            keep = spmd.random.default_rng((seed, step), "data").random(x.shape) < 0.9
-            return np.where(keep, x / 0.9, 0)
-
     Outside of bodies it is NumPy's own. Raises SpecError for an invalid seed, MeshError for an unknown axis.
+
+        >>> def body():
+        ...     rng = spmd.random.default_rng((0, 7), "data")
+        ...     return rng.integers(0, 100, size=2)
+        >>> with spmd.Mesh(data=2):
+        ...     spmd.map(body, (), P("data"))()
+        PartitionedArray([27, 78, 27, 19], dtype=int64, spec=P('data'))
     """
     seeds = [seed] if isinstance(seed, int | np.integer) else seed
     if not isinstance(seeds, Sequence) or not all(isinstance(s, int | np.integer) and s >= 0 for s in seeds):

@@ -19,7 +19,11 @@ __all__ = ["fold_in", "key", "split"]
 
 @api_boundary
 def key(seed: int) -> np.ndarray:
-    """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32."""
+    """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32.
+
+    >>> spmd.random.key(42)
+    array([42,  0], dtype=uint32)
+    """
     try:
         number = operator.index(seed)
     except TypeError:
@@ -37,14 +41,24 @@ def key(seed: int) -> np.ndarray:
 
 @api_boundary
 def split(key: Any, num: Shape = 2) -> Any:
-    """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up."""
+    """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up.
+
+    >>> first, second = spmd.random.split(spmd.random.key(0))
+    >>> spmd.random.randint(first, (3,), 0, 10), spmd.random.randint(second, (3,), 0, 10)
+    (array([0, 8, 9]), array([5, 2, 0]))
+    """
     shape = (*checked_shape("spmd.random.split", num, "num"), 2)
     return draw("spmd.random.split", key, "random_bits", np.uint32, Place(shape), SPLIT_STREAM)
 
 
 @api_boundary
 def fold_in(key: Any, data: Any) -> Any:
-    """A new key from a key and an integer from 0 to 2^62, such as a step, a layer, or `spmd.axis_index`."""
+    """A new key from a key and an integer from 0 to 2^62, such as a step, a layer, or `spmd.axis_index`.
+
+    >>> key = spmd.random.key(0)
+    >>> [spmd.random.randint(spmd.random.fold_in(key, step), (), 0, 100).item() for step in range(3)]
+    [1, 66, 31]
+    """
     where, bare = "spmd.random.fold_in", value_of(data)
     try:
         number = operator.index(bare.item() if getattr(bare, "shape", None) == () else bare)

@@ -19,11 +19,18 @@ __all__ = ["like"]
 def like(x: Any, spec: P) -> Layout:
     """The layout of the global array of which x is this worker's block, split by spec: to draw numbers of its shape.
 
-        noise = spmd.random.normal(key, layout.shape, x.dtype, spec=layout)    # layout = spmd.random.like(x, P("data"))
-
     x: a block of a body, which varies over no other axes than those of spec; blocks may be uneven or empty. All workers
     along these axes call it and exchange their shapes; no data moves. For a `PartitionedArray` it is the layout.
     Raises StateError if x varies over more axes, LayoutError if the blocks do not fit together.
+
+        >>> def noisy(x):
+        ...     layout = spmd.random.like(x, P("data"))
+        ...     return spmd.random.normal(spmd.random.key(0), layout.shape, spec=layout)
+        >>> with spmd.Mesh(data=2):
+        ...     spmd.map(noisy, P("data"), P("data"))(np.zeros(3)).numpy().round(3)
+        array([-1.178, -0.268,  1.09 ])
+        >>> spmd.random.normal(spmd.random.key(0), (3,)).round(3)
+        array([-1.178, -0.268,  1.09 ])
     """
     where = "spmd.random.like"
     if type(x) is PartitionedArray:

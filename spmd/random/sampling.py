@@ -30,6 +30,11 @@ def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None)
 
     spec: in a body, the split of the whole logits; the axis must be whole. Outside of bodies, how to lay logits out;
     those that are global are used as they lie, and each worker draws for its own block.
+
+        >>> logits = np.array([[-1e9, 0.0, -1e9], [0.0, -1e9, 0.0]])
+        >>> with spmd.Mesh(x=2):
+        ...     spmd.random.categorical(spmd.random.key(0), spmd.put(logits, P("x")))
+        PartitionedArray([1, 0], dtype=int64, spec=P('x'))
     """
     where = "spmd.random.categorical"
     logits = as_array(where, "logits", logits)
@@ -61,7 +66,11 @@ def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None)
 
 @api_boundary
 def permutation(key: Any, x: Any) -> Any:
-    """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker."""
+    """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker.
+
+    >>> spmd.random.permutation(spmd.random.key(0), 5)
+    array([3, 4, 2, 1, 0])
+    """
     n, x = _count_and_rows("spmd.random.permutation", "x", x)
     indices = _random_order(key, n)
     return indices if x is None else x[indices]
@@ -93,7 +102,12 @@ def _random_order(key, n: int):
 
 @api_boundary
 def choice(key: Any, a: Any, shape: Shape = (), replace: bool = True, p: Any = None) -> Any:
-    """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker."""
+    """Random rows of an array, or integers below an int. p: probabilities, equal by default. Whole on every worker.
+    Raises SpecError for fewer items than are drawn without replacement.
+
+        >>> spmd.random.choice(spmd.random.key(0), 5, (3,), replace=False)
+        array([3, 4, 2])
+    """
     where, shape = "spmd.random.choice", checked_shape("spmd.random.choice", shape)
     (n, rows), count = _count_and_rows(where, "a", a), math.prod(shape)
     p = as_array(where, "p", p)

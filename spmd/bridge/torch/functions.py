@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from spmd.bridge.torch.compiled_layers import compilable_layer
+from spmd.bridge.torch.function_examples import docstring_with_example
 from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
 
@@ -95,6 +96,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise missing_name_error(__name__, name)
     value = globals()[name] = compilable_layer(name)
+    value.__doc__ = docstring_with_example(name, value.__doc__)
     return value
 
 
