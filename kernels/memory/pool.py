@@ -38,7 +38,7 @@ _OUT_MIN = 1 << 20
 
 _ALIGNMENT = 64
 _GRAIN = 1 << 14
-"""The bytes of a slab are a multiple of this; for large arrays, of about a 24th of them. So a block with its halo and
+"""The bytes of a slab are a multiple of this; for large arrays, of about a 12th of them. So a block with its halo and
 one without have slabs of one size, and take turns. Untouched pages are no memory."""
 _MARGIN_SHIFT = 6
 """The margin before an array has the slab's length shifted by this; the one behind it about as much."""
@@ -348,7 +348,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = float) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < POOL_MIN or dtype.hasobject or not _free.limit:
         return np.empty(shape, dtype)
-    grain = _GRAIN if nbytes < _OUT_MIN else 1 << nbytes.bit_length() - 5
+    grain = _GRAIN if nbytes < _OUT_MIN else 1 << nbytes.bit_length() - 4
     # The margins are shares of the slab, which is longer than the array: hence the second term.
     margins = (nbytes >> _MARGIN_SHIFT - 1) + (nbytes >> 2 * _MARGIN_SHIFT - 2)
     size = -(-(nbytes + margins + 2 * _ALIGNMENT) // grain) * grain
