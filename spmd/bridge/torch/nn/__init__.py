@@ -31,6 +31,7 @@ from spmd.bridge.torch.nn.dropouts import (
 from spmd.bridge.torch.nn.embeddings import (
     Embedding,
 )
+from spmd.bridge.torch.nn.examples import add_examples
 from spmd.bridge.torch.nn.fourier import (
     FFT,
     IFFT,
@@ -251,6 +252,8 @@ __all__ = [
     "ZeroPad2d",
     "ZeroPad3d",
 ]
+
+add_examples({name: globals()[name] for name in __all__})
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(__name__, {})
