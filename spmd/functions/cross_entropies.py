@@ -14,9 +14,16 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_floating, as_number, layer, require_invariant, require_varying
+from spmd.functions.global_operands import (
+    broadcast_spec,
+    first_global,
+    layout_of_values,
+    refuse_axis_names,
+    run_by_specs,
+)
 from spmd.functions.layouts import dtype_of, floating_operand, layout_of_operand
 from spmd.functions.local import local, namespace
-from spmd.functions.losses import check_block, layout_of_values, run_by_specs, spec_of
+from spmd.functions.losses import check_block, spec_of
 from spmd.functions.movement import relaid, varied
 from spmd.functions.norm_plans import params_of
 from spmd.functions.reductions import check_reduction, reduced
@@ -57,6 +64,7 @@ def softmax_cross_entropy(
     one all-reduce. Without it they are over the rows of this worker.
     axis_name: the axes of the mesh that split the classes, in blocks of any sizes. Labels are then numbers of the
     whole, equal along these axes, or blocks of the distributions; weight is a block too. The loss is Invariant there.
+    Outside of bodies global arrays have their layouts, and no axis names; a sum or mean is over all rows.
     Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Adjoint of the derivative: g * (softmax(logits) * sum(t) - t), with weight * t for t; the forward pass computes it
     if it will be needed.
@@ -78,7 +86,11 @@ def softmax_cross_entropy(
     check_reduction(where, reduction)
     options = _Options(where, reduction, as_number(where, "label_smoothing", label_smoothing, 0, 1))
     options = replace(options, ignore=_ignored(where, ignore_index), names=("logits", "labels", "batch_axis_name"))
-    return _loss(options, logits, labels, weight, axis_name, batch_axis_name)
+    operands = logits, labels, weight
+    if first_global(*operands) is None:
+        return _loss(options, *operands, axis_name, batch_axis_name)
+    refuse_axis_names(where, operands, axis_name=axis_name, batch_axis_name=batch_axis_name)
+    return _of_global(options, *operands)
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,34 @@ def _ignored(where: str, index: Any) -> int | None:
         need, mend = "an integer, or None", "ignore_index=-100"
         raise SpecError(message(where, argument="ignore_index", got=describe(index), need=need, mend=mend))
     return None if index is None else int(index)
+
+
+def _of_global(o: _Options, logits, labels, weight) -> Any:
+    """The loss of global arrays, some of which may be whole on each worker, with the classes in the last dimension."""
+    logits = floating_operand(o.where, o.names[0], logits)
+    labels = labels if global_value(labels) is not None else _labels(o, logits, labels)
+    value, own = first_global(logits, labels, weight), global_value(logits)
+    if not logits.ndim or tuple(labels.shape) not in (tuple(logits.shape), tuple(logits.shape[:-1])):
+        raise _wrong_labels(o, logits, labels)
+    assert value is not None
+    lies = layout_of_values(value if own is None else own, logits.shape)
+    *rows, _ = range(logits.ndim)
+    labels_lie = lies if labels.ndim == logits.ndim else params_of(lies, rows)
+    specs = [lies, labels_lie, None if weight is None else broadcast_spec(lies, np.shape(weight))]
+    out = params_of(lies, rows) if o.reduction == "none" else P()
+    return run_by_specs(o.where, _Rows(o), lies, (logits, labels, weight), specs, out, value)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A loss of blocks with the classes in the last dimension."""
+
+    options: _Options
+
+    def __call__(self, lies: Layout, logits: Any, labels: Any, weight: Any) -> Any:
+        *rows, classes = names_of(lies, logits.ndim)
+        batch = tuple(n for each in rows for n in each)
+        return _loss(self.options, logits, labels, varied(weight, batch), classes or None, batch or None)
 
 
 def _loss(o: _Options, logits, labels, weight, axis_name: AxisName | None, batch: AxisName | None) -> Any:
@@ -339,7 +379,7 @@ def _run(o: _Options, x, target, weight, spec: Spec | None, nll: bool = False) -
         need = "(classes,), (batch, classes) or (batch, classes, ...)"
         raise SpecError.at(o.where, argument="x", got=describe(x), need=need, mend="logits for each class")
     operands = (x, target, weight)
-    value = next((v for a in operands if a is not None and (v := global_value(a)) is not None), None)
+    value = first_global(*operands)
     fun = _Classes(o, nll)
     if spec is not None:
         spec = check_block(o.where, x, spec)
