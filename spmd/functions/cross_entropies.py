@@ -15,7 +15,6 @@ from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_floating, as_number, layer, require_invariant, require_varying
 from spmd.functions.global_operands import (
-    broadcast_spec,
     first_global,
     layout_of_values,
     refuse_axis_names,
@@ -123,9 +122,10 @@ def _of_global(o: _Options, logits, labels, weight) -> Any:
         raise _wrong_labels(o, logits, labels)
     assert value is not None
     lies = layout_of_values(value if own is None else own, logits.shape)
-    *rows, _ = range(logits.ndim)
-    labels_lie = lies if labels.ndim == logits.ndim else params_of(lies, rows)
-    specs = [lies, labels_lie, None if weight is None else broadcast_spec(lies, np.shape(weight))]
+    *rows, classes = range(logits.ndim)
+    if weight is not None:
+        _check_class_weights(o, weight, logits)
+    specs = [lies, lies if labels.ndim == logits.ndim else params_of(lies, rows), params_of(lies, (classes,))]
     out = params_of(lies, rows) if o.reduction == "none" else P()
     return run_by_specs(o.where, _Rows(o), lies, (logits, labels, weight), specs, out, value)
 
@@ -154,7 +154,7 @@ def _loss(o: _Options, logits, labels, weight, axis_name: AxisName | None, batch
     elif axis_name is not None:
         loss, weights = _split_cross_entropy(o, logits, labels, axis_name, weight)
     else:
-        _check_classes(o, labels, logits.shape[-1])
+        _check_classes(o, labels, logits.shape[-1], _only_of_logits(logits, labels))
         loss, weights = lib.of_classes(logits, _on_device_of(logits, labels), weight, o.ignore, o.smoothing)
     return reduced(o.where, loss, weights, o.reduction, batch, argument=o.names[2])
 
@@ -201,23 +201,36 @@ def _split_argument(o: _Options) -> str:
     return "spec" if o.names[2] == "spec" else "axis_name"
 
 
-def _check_classes(o: _Options, labels, classes: int) -> None:
+def _only_of_logits(logits: Any, labels: Any) -> tuple[str, ...]:
+    """The axes of the mesh over which the logits vary, and the labels do not: these may split the classes."""
+    states = [getattr(a, "state", None) for a in (logits, labels)]
+    varying, others = (set() if state is None else set(state.varying) for state in states)
+    return tuple(sorted(varying - others))
+
+
+def _check_classes(o: _Options, labels, classes: int, axes: tuple[str, ...] = ()) -> None:
+    """Raise for labels out of range. axes: what may split the classes, although no argument says it."""
     other = frontend(labels)
     data = value_of(labels) if other is None else other.data(labels)
     if data is not None and not on_device(data):
-        (checked if other is None else _called)(_check_range, data, classes, o)
+        (checked if other is None else _called)(_check_range, data, classes, o, axes)
 
 
 def _called(fun: Any, *args: Any) -> None:
     fun(*args)
 
 
-def _check_range(labels: np.ndarray, classes: int, o: _Options) -> None:
+def _check_range(labels: np.ndarray, classes: int, o: _Options, axes: tuple[str, ...]) -> None:
     labels = labels if o.ignore is None else labels[labels != o.ignore]
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         got = f"{o.names[1]} from {labels.min()} to {labels.max()}"
         mend = "leave out rows without a class, or count from 0"
-        raise SpecError(o.message(o.names[1], got, f"classes from 0 to {classes - 1}", mend))
+        need = f"classes from 0 to {classes - 1}"
+        if axes:
+            got += f", the same along {axes[0]!r}, where not all have the same {o.names[0]}"
+            split = f"axis_name={axes[0]!r}" if o.names[2] != "spec" else f"a spec of x that names {axes[0]!r}"
+            mend = f"{split}, if that axis splits the classes; else {mend}"
+        raise SpecError(o.message(o.names[1], got, need, mend))
 
 
 def _class_weights(o: _Options, weight, logits):
@@ -225,11 +238,15 @@ def _class_weights(o: _Options, weight, logits):
     if weight is None:
         return None
     weight = weight if frontend(weight) is not None else as_floating(o.where, "weight", weight)
-    if tuple(weight.shape) != tuple(logits.shape[-1:]):
+    _check_class_weights(o, weight, logits)
+    return _on_device_of(logits, in_dtype(weight, accurate(dtype_of(logits))))
+
+
+def _check_class_weights(o: _Options, weight, logits) -> None:
+    if np.shape(weight) != tuple(logits.shape[-1:]):
         need = f"shape {list(logits.shape[-1:])}, a number for each class"
         mend = "weight=None for equal ones; with split classes this worker's block of them"
         raise SpecError.at(o.where, argument="weight", got=describe(weight), need=need, mend=mend)
-    return _on_device_of(logits, in_dtype(weight, accurate(dtype_of(logits))))
 
 
 def _on_device_of(logits, x):

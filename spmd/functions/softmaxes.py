@@ -182,7 +182,8 @@ def logsumexp(
 
     x: floating. b: weights, which broadcast to the shape of x; the sum must not be negative. axis_name: the axes of the
     mesh that split these axes of x; then the sum is over the workers too, by two small all-reduces, and the result is
-    Invariant there. Outside of bodies global arrays have their layouts, and no axis_name. Where every entry is -inf the result is -inf, and the gradient 0.
+    Invariant there. Outside of bodies global arrays have their layouts, and no axis_name. Where every entry
+    is -inf the result is -inf, and the gradient 0.
     Adjoint of the derivative: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
 
         >>> with spmd.Mesh(x=2):

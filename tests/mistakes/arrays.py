@@ -151,6 +151,15 @@ GLOBAL = [
         "np.broadcast_to",
     ),
     Row(
+        "an update without parameters",
+        lambda: spmd.optim.sgd(0.1).update(here(), spmd.optim.SGDState(0, None)),
+        TypeError,
+        "update of spmd.optim: argument params",
+        "nothing",
+        "an update gives new ones",
+        "params, state = optimizer.update(grads, state, params)",
+    ),
+    Row(
         "an assignment to a global array",
         lambda: here().__setitem__(0, 1.0),
         LayoutError,
