@@ -68,7 +68,7 @@ class Optimizer(NamedTuple):
     donated arrays is a DonatedError. The results are the same. Bare arrays, arrays in a body, and arrays under
     differentiation are not donated.
 
-    Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range, TypeError without
+    Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range, SpecError without
     params; nothing is donated then.
 
         >>> optimizer, specs = spmd.optim.adam(0.5), {"w": P(None, "model"), "b": P()}
@@ -233,14 +233,12 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
 
 def _check_given(params: Any) -> None:
     if params is _MISSING:
-        raise TypeError(
-            message(
-                "update of spmd.optim",
-                argument="params",
-                got="nothing",
-                need="the parameters: an update gives new ones, where that of optax gives differences",
-                mend="params, state = optimizer.update(grads, state, params)",
-            )
+        raise SpecError.at(
+            "update of spmd.optim",
+            argument="params",
+            got="nothing",
+            need="the parameters: an update gives new ones, where that of optax gives differences",
+            mend="params, state = optimizer.update(grads, state, params)",
         )
 
 

@@ -216,7 +216,7 @@ def relu(x: Tree) -> Tree:
     (np.float64(2.0), array([0., 0., 1.]))
     """
     x = array_operand("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
-    return np.maximum(x, np.zeros((), x.dtype)) if x.dtype.kind in "iu" else _apply(x, "relu")
+    return np.maximum(x, 0) if x.dtype.kind in "iu" else _apply(x, "relu")
 
 
 @api_boundary

@@ -12,6 +12,7 @@ from spmd.errors import (
     LayoutError,
     MeshError,
     MissingMethodError,
+    SpecError,
     StateError,
 )
 
@@ -153,7 +154,7 @@ GLOBAL = [
     Row(
         "an update without parameters",
         lambda: spmd.optim.sgd(0.1).update(here(), spmd.optim.SGDState(0, None)),
-        TypeError,
+        SpecError,
         "update of spmd.optim: argument params",
         "nothing",
         "an update gives new ones",
