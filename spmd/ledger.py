@@ -79,10 +79,15 @@ class Record:
 
 
 class Ledger(Printed, Observer):
-    """The counts of the workers of this process.
+    """What `spmd.ledger` counts: of the workers of this process, each by itself.
 
-    operators, verbs, messages, bytes, rounds, rows: of the first of them: worker 0 of virtual workers, its own under
-    MPI.
+    workers: a `Record` for each, by its number. first: that of the first: worker 0 of virtual workers, its own under
+    MPI. operators, verbs, messages, bytes, rounds, rows(): those of `first`, so of one worker, not of all together.
+
+    messages, bytes: what the worker sends by the algorithms for messages. rounds: how often it sends or receives.
+    operators: how often it applies each operator: a `Counter` by name; first.axes: by name and axes. rows(): a `Row`
+    for each line of the program, in the order of the first calls; print(log) shows them as a table, whose column
+    `times` has the applications of the operator by that line.
     """
 
     def __init__(self) -> None:
@@ -155,13 +160,18 @@ def short_line(line: str) -> str:
 def ledger() -> Iterator[Ledger]:
     """Count operators, verbs, messages and bytes while the block runs: in maps it calls, or in the body around it.
 
-    `log.rows()` and `print(log)` tell them by the line of the program, the operator, the axes and the direction.
+    Gives a `Ledger`. `print(log)` is a table, and `log.rows()` its rows, by the line of the program, the operator, the
+    axes and the direction. `log.messages`, `log.bytes` and `log.rounds` are what one worker sends, not the sum over
+    workers; `log.operators` how often it applies each operator; `log.workers[w]` the counts of each worker of this
+    process. What jitted functions send is counted, too.
 
         >>> total = spmd.map(lambda x: spmd.psum(x, "x"), in_specs=P("x"), out_specs=P())
         >>> with spmd.Mesh(x=2), spmd.ledger() as log:
         ...     y = total(np.arange(4.0))
         >>> [(row.operator, row.axes, row.direction, row.times, row.bytes, row.declared) for row in log.rows()]
         [('Sum', ('x',), 'forward', 1, 16, 16)]
+        >>> log.messages, log.operators["Sum"], sum(record.messages for record in log.workers.values())
+        (1, 1, 2)
     """
     log = Ledger()
     token = begin_observing(log)

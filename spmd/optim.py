@@ -56,7 +56,8 @@ class Optimizer(NamedTuple):
     init: params -> state. update: (grads, state, params, *, donate=False) -> (new params, new state). The arguments are
     in the order of optax, whose `update` returns differences instead. New parameters keep dtype and layout. Updates are
     differentiable, so one can differentiate through training (through Adam if no gradient entry was zero all the time).
-    The state counts updates in an array of one integer, so `spmd.jit` records an update once.
+    The state counts updates in an array of one integer, so `spmd.jit` records an update once. A learning rate that is a
+    function, as `cosine` and `linear` make, gets the number of updates before this one: 0 at the first.
 
     specs: specs of params -> specs of the state, for in_specs and out_specs. What a state holds for each parameter lies
     as the parameter does, the count is P(). param_specs: a spec for all, or a tree of P, `Layout`, None (passed as it
@@ -67,8 +68,8 @@ class Optimizer(NamedTuple):
     donated arrays is a DonatedError. The results are the same. Bare arrays, arrays in a body, and arrays under
     differentiation are not donated.
 
-    Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range; nothing is donated
-    then.
+    Raises ValueError if trees or shapes differ, for other dtypes, and for options out of range, SpecError without
+    params; nothing is donated then.
 
         >>> optimizer, specs = spmd.optim.adam(0.5), {"w": P(None, "model"), "b": P()}
         >>> state_specs = optimizer.specs(specs)
@@ -115,6 +116,9 @@ class AdamState(NamedTuple):
     square: Any
 
 
+_MISSING = object()
+
+
 @api_boundary
 def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -> Optimizer:
     """Gradient descent with momentum:  v <- momentum v + g,  p <- p - learning_rate v.
@@ -143,7 +147,8 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
             direction = momentum * v + g if nesterov else v
         return cast_like(widened(p) - rate * direction, p), v
 
-    def update(grads, state, params, *, donate=False):
+    def update(grads, state, params=_MISSING, *, donate=False):
+        _check_given(params)
         rate = rate_at(learning_rate, count_of(state.steps))
         state_trees = (state.velocity,) if momentum else ()
         numbers = _kernel_options(rate, momentum, nesterov)
@@ -210,7 +215,8 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         direction = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
         return cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
-    def update(grads, state, params, *, donate=False):
+    def update(grads, state, params=_MISSING, *, donate=False):
+        _check_given(params)
         steps = count_of(state.steps)
         rate, t = rate_at(learning_rate, steps), steps + 1
         numbers = _kernel_options(rate, b1, b2, eps, weight_decay, t)
@@ -223,6 +229,17 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         return AdamState(P(), moments, moments)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
+
+
+def _check_given(params: Any) -> None:
+    if params is _MISSING:
+        raise SpecError.at(
+            "update of spmd.optim",
+            argument="params",
+            got="nothing",
+            need="the parameters: an update gives new ones, where that of optax gives differences",
+            mend="params, state = optimizer.update(grads, state, params)",
+        )
 
 
 def _moment_specs(where: str, param_specs: Any) -> Any:

@@ -145,7 +145,13 @@ def _kind(x: Any) -> str:
 def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls from `rate` to `end` along half a cosine in `steps` updates, and stays there.
 
-    warmup: a number of updates before, in which the rate grows linearly to `rate`. Source: Loshchilov, Hutter, "SGDR:
+    It is a function of t = 0, 1, ..., the number of updates before the one that takes the rate:
+
+        t < warmup:   rate (t + 1) / (warmup + 1)
+        t >= warmup:  end + (rate - end) (1 + cos(pi s)) / 2,    s = min(1, (t - warmup) / steps)
+
+    warmup: a number of updates in which the rate grows linearly; update t = warmup is the first with `rate` itself.
+    steps: the updates of the fall alone: `end` is reached at t = warmup + steps. Source: Loshchilov, Hutter, "SGDR:
     Stochastic gradient descent with warm restarts", ICLR 2017.
 
         >>> rate = spmd.optim.cosine(1.0, steps=4, warmup=2)
@@ -158,6 +164,9 @@ def cosine(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callab
 @api_boundary
 def linear(rate: float, steps: int, end: float = 0.0, warmup: int = 0) -> Callable[[int], float]:
     """A learning rate that falls linearly from `rate` to `end` in `steps` updates; otherwise as `cosine`.
+
+    At t = 0, 1, ..., the number of updates before, it is rate (t + 1) / (warmup + 1) where t < warmup, and then end +
+    (rate - end) (1 - s) with s = min(1, (t - warmup) / steps).
 
     >>> rate = spmd.optim.linear(1.0, steps=4, end=0.5)
     >>> [rate(step) for step in range(6)]

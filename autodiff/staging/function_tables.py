@@ -20,8 +20,8 @@ def refuse(where: str, x: Any, mend: str) -> JitError:
 
 
 NO_NUMBER = (
-    "np.where in place of `if`; integers among the arguments, and those of a map with the spec None, are part of the "
-    "program; or leave spmd.jit out"
+    "to print or log it, return it and do so outside; np.where in place of `if`; integers among the arguments, and "
+    "those of a map with the spec None, are part of the program; or leave spmd.jit out"
 )
 STATIC = {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
 """Functions whose results are the same in every run."""

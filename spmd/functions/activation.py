@@ -1,7 +1,7 @@
 """Activations, entry by entry; with a bias in the same pass.
 
-All take real floating-point arrays and keep their dtype; relu takes integers too. At a kink the derivative is that of
-the flat side, as in torch. NaN stays NaN.
+All take real floating-point arrays and keep their dtype; relu takes integers too. The result of a global array lies
+as it does, and nothing is sent. At a kink the derivative is that of the flat side, as in torch. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.array import check_usable
 from spmd.autodiff.registry import primitive
 from spmd.autodiff.signatures import Tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, describe
-from spmd.functions.arguments import as_array, as_floating, as_number, cast, normalized_axis
+from spmd.functions.arguments import as_number, cast, normalized_axis
+from spmd.functions.layouts import array_operand, floating_array
+from spmd.global_ops.call import global_value
+from spmd.global_ops.elementwise import elementwise
 from spmd.kernels.reference.activation import FAR, FORMS, KINDS, form
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
@@ -110,6 +114,11 @@ _activate_from_result = primitive(
 
 
 def _activated(x, bias, kind: str, alpha: float = 1.0):
+    values = [value for a in (x, bias) if a is not None and (value := global_value(a)) is not None]
+    for value in values:
+        check_usable(f"spmd.functions.{kind}", value)
+    if values:
+        return elementwise(_activated, (x, bias, kind, alpha), {})
     from_result = kind in ("relu", "relu6") or (kind == "leaky_relu" and alpha >= 0)
     # In short dtypes f(z) is rounded after the sum with the bias, and may then lie at a kink.
     from_result = from_result and (bias is None or np.result_type(x).itemsize >= 4)
@@ -151,7 +160,7 @@ def _second_derivative(z, kind: str, alpha: float):
 
 def _apply(x, kind: str, alpha: float = 1.0):
     where = f"spmd.functions.{kind.removesuffix('_tanh')}"
-    return _activated(as_floating(where, "x", x), None, kind, alpha)
+    return _activated(floating_array(where, "x", x), None, kind, alpha)
 
 
 @api_boundary
@@ -169,7 +178,7 @@ def bias_act(x: Tree, bias: Any, kind: str = "relu", *, alpha: float | None = No
                [1., 1.]]), array([1., 2.]))
     """
     where = "spmd.functions.bias_act"
-    x = as_floating(where, "x", x)
+    x = floating_array(where, "x", x)
     if not isinstance(kind, str) or kind not in KINDS:
         raise SpecError.at(
             where, argument="kind", got=repr(kind), need=", ".join(KINDS), mend=f'kind="{closest(kind, KINDS, "relu")}"'
@@ -181,7 +190,7 @@ def bias_act(x: Tree, bias: Any, kind: str = "relu", *, alpha: float | None = No
         alpha = 0.01 if kind == "leaky_relu" else 1.0
     alpha = _finite_number(where, "alpha", alpha, kind == "celu")
     if bias is not None:
-        bias = as_floating(where, "bias", bias)
+        bias = floating_array(where, "bias", bias)
         if not x.ndim or bias.shape != x.shape[-1:]:
             need = f"{describe(x)} with a last axis of its length" if not x.ndim else f"shape {list(x.shape[-1:])}"
             mend = "reshape it; add a bias of another shape before: bias_act(x + bias, None, kind)"
@@ -206,7 +215,7 @@ def relu(x: Tree) -> Tree:
     >>> spmd.value_and_grad(lambda x: np.sum(spmd.relu(x)))(np.array([-1.0, 0.0, 2.0]))
     (np.float64(2.0), array([0., 0., 1.]))
     """
-    x = as_array("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
+    x = array_operand("spmd.functions.relu", "x", x, "fiu", "real numbers", "x.astype(float)")
     return np.maximum(x, 0) if x.dtype.kind in "iu" else _apply(x, "relu")
 
 
@@ -389,7 +398,7 @@ def mish(x: Tree) -> Tree:
 
 
 def _halves(where: str, x, axis: int):
-    x = as_floating(where, "x", x)
+    x = floating_array(where, "x", x)
     axis = normalized_axis(where, x, axis)
     if x.shape[axis] % 2:
         raise SpecError.at(

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from spmd.autodiff.admission import admit
-from spmd.autodiff.tracer import Array
+from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
@@ -36,8 +36,9 @@ Result = TypeVar("Result")
 
 def as_array(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
     """x as an array whose dtype is of one of these kinds ("f" includes bfloat16 and float8)."""
-    is_global = type(x).__name__ == "PartitionedArray"  # its module imports more than this one may
-    if not (on_device(x) or frontend(x) is not None or isinstance(x, bool)):
+    value = value_of(x) if type(x) is Array else x
+    is_global = type(value).__name__ == "PartitionedArray"  # its module imports more than this one may
+    if not (is_global or on_device(x) or frontend(x) is not None or isinstance(x, bool)):
         x = admit(x, where, argument, error=SpecError, need=need, otherwise=mend)
     dtype = None if frontend(x) is not None else getattr(x, "dtype", None)
     if (

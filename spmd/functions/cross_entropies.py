@@ -14,9 +14,15 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import LayoutError, SpecError, describe, message
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_floating, as_number, layer, require_invariant, require_varying
+from spmd.functions.global_operands import (
+    first_global,
+    layout_of_values,
+    refuse_axis_names,
+    run_by_specs,
+)
 from spmd.functions.layouts import dtype_of, floating_operand, layout_of_operand
 from spmd.functions.local import local, namespace
-from spmd.functions.losses import check_block, layout_of_values, run_by_specs, spec_of
+from spmd.functions.losses import check_block, spec_of
 from spmd.functions.movement import relaid, varied
 from spmd.functions.norm_plans import params_of
 from spmd.functions.reductions import check_reduction, reduced
@@ -57,6 +63,7 @@ def softmax_cross_entropy(
     one all-reduce. Without it they are over the rows of this worker.
     axis_name: the axes of the mesh that split the classes, in blocks of any sizes. Labels are then numbers of the
     whole, equal along these axes, or blocks of the distributions; weight is a block too. The loss is Invariant there.
+    Outside of bodies global arrays have their layouts, and no axis names; a sum or mean is over all rows.
     Cost: two all-reduces of a few numbers per row forward, none backward (Shoeybi et al., "Megatron-LM", 2019).
     Adjoint of the derivative: g * (softmax(logits) * sum(t) - t), with weight * t for t; the forward pass computes it
     if it will be needed.
@@ -78,7 +85,11 @@ def softmax_cross_entropy(
     check_reduction(where, reduction)
     options = _Options(where, reduction, as_number(where, "label_smoothing", label_smoothing, 0, 1))
     options = replace(options, ignore=_ignored(where, ignore_index), names=("logits", "labels", "batch_axis_name"))
-    return _loss(options, logits, labels, weight, axis_name, batch_axis_name)
+    operands = logits, labels, weight
+    if first_global(*operands) is None:
+        return _loss(options, *operands, axis_name, batch_axis_name)
+    refuse_axis_names(where, operands, axis_name=axis_name, batch_axis_name=batch_axis_name)
+    return _of_global(options, *operands)
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,35 @@ def _ignored(where: str, index: Any) -> int | None:
     return None if index is None else int(index)
 
 
+def _of_global(o: _Options, logits, labels, weight) -> Any:
+    """The loss of global arrays, some of which may be whole on each worker, with the classes in the last dimension."""
+    logits = floating_operand(o.where, o.names[0], logits)
+    labels = labels if global_value(labels) is not None else _labels(o, logits, labels)
+    value, own = first_global(logits, labels, weight), global_value(logits)
+    if not logits.ndim or tuple(labels.shape) not in (tuple(logits.shape), tuple(logits.shape[:-1])):
+        raise _wrong_labels(o, logits, labels)
+    assert value is not None
+    lies = layout_of_values(value if own is None else own, logits.shape)
+    *rows, classes = range(logits.ndim)
+    if weight is not None:
+        _check_class_weights(o, weight, logits)
+    specs = [lies, lies if labels.ndim == logits.ndim else params_of(lies, rows), params_of(lies, (classes,))]
+    out = params_of(lies, rows) if o.reduction == "none" else P()
+    return run_by_specs(o.where, _Rows(o), lies, (logits, labels, weight), specs, out, value)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A loss of blocks with the classes in the last dimension."""
+
+    options: _Options
+
+    def __call__(self, lies: Layout, logits: Any, labels: Any, weight: Any) -> Any:
+        *rows, classes = names_of(lies, logits.ndim)
+        batch = tuple(n for each in rows for n in each)
+        return _loss(self.options, logits, labels, varied(weight, batch), classes or None, batch or None)
+
+
 def _loss(o: _Options, logits, labels, weight, axis_name: AxisName | None, batch: AxisName | None) -> Any:
     """The loss of blocks whose classes, in the last dimension, are split over axis_name, and whose rows over batch."""
     logits = logits if frontend(logits) is not None else as_floating(o.where, o.names[0], logits)
@@ -114,7 +154,7 @@ def _loss(o: _Options, logits, labels, weight, axis_name: AxisName | None, batch
     elif axis_name is not None:
         loss, weights = _split_cross_entropy(o, logits, labels, axis_name, weight)
     else:
-        _check_classes(o, labels, logits.shape[-1])
+        _check_classes(o, labels, logits.shape[-1], _only_of_logits(logits, labels))
         loss, weights = lib.of_classes(logits, _on_device_of(logits, labels), weight, o.ignore, o.smoothing)
     return reduced(o.where, loss, weights, o.reduction, batch, argument=o.names[2])
 
@@ -161,23 +201,36 @@ def _split_argument(o: _Options) -> str:
     return "spec" if o.names[2] == "spec" else "axis_name"
 
 
-def _check_classes(o: _Options, labels, classes: int) -> None:
+def _only_of_logits(logits: Any, labels: Any) -> tuple[str, ...]:
+    """The axes of the mesh over which the logits vary, and the labels do not: these may split the classes."""
+    states = [getattr(a, "state", None) for a in (logits, labels)]
+    varying, others = (set() if state is None else set(state.varying) for state in states)
+    return tuple(sorted(varying - others))
+
+
+def _check_classes(o: _Options, labels, classes: int, axes: tuple[str, ...] = ()) -> None:
+    """Raise for labels out of range. axes: what may split the classes, although no argument says it."""
     other = frontend(labels)
     data = value_of(labels) if other is None else other.data(labels)
     if data is not None and not on_device(data):
-        (checked if other is None else _called)(_check_range, data, classes, o)
+        (checked if other is None else _called)(_check_range, data, classes, o, axes)
 
 
 def _called(fun: Any, *args: Any) -> None:
     fun(*args)
 
 
-def _check_range(labels: np.ndarray, classes: int, o: _Options) -> None:
+def _check_range(labels: np.ndarray, classes: int, o: _Options, axes: tuple[str, ...]) -> None:
     labels = labels if o.ignore is None else labels[labels != o.ignore]
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         got = f"{o.names[1]} from {labels.min()} to {labels.max()}"
         mend = "leave out rows without a class, or count from 0"
-        raise SpecError(o.message(o.names[1], got, f"classes from 0 to {classes - 1}", mend))
+        need = f"classes from 0 to {classes - 1}"
+        if axes:
+            got += f", the same along {axes[0]!r}, where not all have the same {o.names[0]}"
+            split = f"axis_name={axes[0]!r}" if o.names[2] != "spec" else f"a spec of x that names {axes[0]!r}"
+            mend = f"{split}, if that axis splits the classes; else {mend}"
+        raise SpecError(o.message(o.names[1], got, need, mend))
 
 
 def _class_weights(o: _Options, weight, logits):
@@ -185,11 +238,15 @@ def _class_weights(o: _Options, weight, logits):
     if weight is None:
         return None
     weight = weight if frontend(weight) is not None else as_floating(o.where, "weight", weight)
-    if tuple(weight.shape) != tuple(logits.shape[-1:]):
+    _check_class_weights(o, weight, logits)
+    return _on_device_of(logits, in_dtype(weight, accurate(dtype_of(logits))))
+
+
+def _check_class_weights(o: _Options, weight, logits) -> None:
+    if np.shape(weight) != tuple(logits.shape[-1:]):
         need = f"shape {list(logits.shape[-1:])}, a number for each class"
         mend = "weight=None for equal ones; with split classes this worker's block of them"
         raise SpecError.at(o.where, argument="weight", got=describe(weight), need=need, mend=mend)
-    return _on_device_of(logits, in_dtype(weight, accurate(dtype_of(logits))))
 
 
 def _on_device_of(logits, x):
@@ -339,7 +396,7 @@ def _run(o: _Options, x, target, weight, spec: Spec | None, nll: bool = False) -
         need = "(classes,), (batch, classes) or (batch, classes, ...)"
         raise SpecError.at(o.where, argument="x", got=describe(x), need=need, mend="logits for each class")
     operands = (x, target, weight)
-    value = next((v for a in operands if a is not None and (v := global_value(a)) is not None), None)
+    value = first_global(*operands)
     fun = _Classes(o, nll)
     if spec is not None:
         spec = check_block(o.where, x, spec)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.frontends import frontend
 from spmd.functions.arguments import as_array, require_invariant
 from spmd.functions.embedding_plans import embedding_plan
-from spmd.functions.layouts import dtype_of
+from spmd.functions.global_operands import first_global, layout_of_values, run_by_specs
+from spmd.functions.layouts import array_operand, dtype_of
 from spmd.functions.local import local
 from spmd.functions.local.embeddings import added_rows, checked_ids, rows_at
 from spmd.functions.planned import Operand, is_split, run_layer
-from spmd.layout import P, Spec
+from spmd.global_ops.call import global_value, names_of
+from spmd.layout import Layout, P, Spec
 from spmd.mesh import here
 from spmd.tracebacks import api_boundary
 
@@ -50,7 +53,10 @@ def take_rows(table: Tree, ids: Any) -> Tree:
                [2., 2.]])
     """
     where = "spmd.functions.take_rows"
-    table = _table(where, "table", table)
+    table = _table(where, "table", table, array_operand)
+    if first_global(table, ids) is not None:
+        ids = array_operand(where, "ids", ids, "iu", "integers", "ids.astype(int)")
+        return run_layer(where, lambda t, i: embedding_plan(where, t, i, (), None), _operands(table, ids))
     return rows_at(table, checked_ids(where, ids, table.shape[0], ()))
 
 
@@ -125,8 +131,9 @@ def embedding(
     padding = () if padding_idx is None else (_count(where, "padding_idx", padding_idx),)
     table_spec = _spec_of_rows(where, table, ids, axis_name, table_spec)
     operands = [Operand("table_spec", table, table_spec), Operand("spec", ids, spec)]
-    if not any(o.value is not None or frontend(o.x) is not None for o in operands):
-        table, ids = _table(where, "table", table), as_array(where, "ids", ids, "iu", "integers", "ids.astype(int)")
+    if all(frontend(o.x) is None for o in operands):
+        table = _table(where, "table", table, array_operand)
+        ids = array_operand(where, "ids", ids, "iu", "integers", "ids.astype(int)")
     operands = [o._replace(x=x) for o, x in zip(operands, (table, ids), strict=True)]
     _check_dtype_of_ids(where, ids)
     if out_spec is None and not is_split(*operands):
@@ -183,11 +190,33 @@ def one_hot(ids: Any, classes: int, dtype: Any = float) -> Any:
     except TypeError:
         need = "a dtype"
         raise SpecError.at(where, argument="dtype", got=describe(dtype), need=need, mend="dtype=np.float32") from None
-    return _one_hot(checked_ids(where, ids, classes, ()), classes=classes, dtype=dtype)
+    fun, value = _OneHot(where, classes, dtype), global_value(ids)
+    if value is None:
+        return fun(None, ids)
+    ids = array_operand(where, "ids", ids, "iu", "integers", "ids.astype(int)")
+    lies = layout_of_values(value, ids.shape)
+    out = Layout((*ids.shape, classes), P(*names_of(lies, ids.ndim), None), lies.axes, [*lies.cuts, None])
+    return run_by_specs(where, fun, lies, [ids], [lies], out, value)
 
 
-def _table(where: str, name: str, x: Any) -> Any:
-    x = as_array(where, name, x, "fciub", "an array of numbers", "np.asarray(x)")
+@dataclass(frozen=True)
+class _OneHot:
+    """`one_hot` of blocks."""
+
+    where: str
+    classes: int
+    dtype: np.dtype
+
+    def __call__(self, _lies: Layout | None, ids: Any) -> Any:
+        return _one_hot(checked_ids(self.where, ids, self.classes, ()), classes=self.classes, dtype=self.dtype)
+
+
+def _operands(table: Any, ids: Any) -> list[Operand]:
+    return [Operand("table", table), Operand("ids", ids)]
+
+
+def _table(where: str, name: str, x: Any, checked: Callable[..., Any] = as_array) -> Any:
+    x = checked(where, name, x, "fciub", "an array of numbers", "np.asarray(x)")
     if not x.shape:
         raise LayoutError.at(
             where, argument=name, got=describe(x), need="rows: at least one dimension", mend="np.atleast_1d(x)"

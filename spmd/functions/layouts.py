@@ -20,12 +20,14 @@ from spmd.operators.halo_arguments import balanced
 from spmd.transport.call import Call
 
 __all__ = [
+    "array_operand",
     "as_operand",
     "check_dtypes",
     "check_spec",
     "check_split",
     "checked_target",
     "dtype_of",
+    "floating_array",
     "floating_operand",
     "layout_of_operand",
     "learnt_grid",
@@ -50,6 +52,16 @@ def as_operand(where: str, argument: str, x: Any, kinds: str, need: str, mend: s
         mend = mend if value is not None else mend.replace(".astype(float)", ".double()")
         raise SpecError.at(where, argument=argument, got=describe(x), need=need, mend=mend)
     return x
+
+
+def array_operand(where: str, argument: str, x: Any, kinds: str, need: str, mend: str) -> Any:
+    """x, if it is an array of NumPy or CuPy, or a global one, whose dtype is of one of these kinds. See `as_array`."""
+    return (as_array if global_value(x) is None else as_operand)(where, argument, x, kinds, need, mend)
+
+
+def floating_array(where: str, argument: str, x: Any) -> Any:
+    """x, if it is an array of real floating-point numbers: of NumPy or CuPy, or a global one."""
+    return array_operand(where, argument, x, "f", "real floating-point numbers", f"{argument}.astype(float)")
 
 
 def floating_operand(where: str, argument: str, x: Any) -> Any:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 
-from spmd.array import PartitionedArray
 from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_number, layer
+from spmd.functions.global_operands import broadcast_spec, first_global, layout_of_values, run_by_specs
 from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.movement import varied
 from spmd.functions.reductions import check_reduction, reduced
-from spmd.global_ops.call import as_spec, global_value, names_of, on_blocks
+from spmd.global_ops.call import global_value, names_of
 from spmd.grid import Grid
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import here
@@ -132,15 +132,15 @@ def _run(loss: _Loss, x: Any, target: Any, weight: Any, pos_weight: Any, spec: S
     )
     _check_shapes(loss, x, target)
     operands = [x, target, weight, pos_weight]
-    values = [value for a in operands if a is not None and (value := global_value(a)) is not None]
+    value = first_global(*operands)
     if spec is not None:
         return loss(check_block(loss.where, x, spec), *operands)
-    if not values:
+    if value is None:
         return loss(None, *operands)
-    lies = layout_of_values(values[0], x.shape)
+    lies = layout_of_values(value, x.shape)
     specs = [None if a is None else broadcast_spec(lies, a.shape) for a in operands]
     out = lies if loss.reduction == "none" else P()
-    return run_by_specs(loss.where, loss, lies, operands, specs, out, values[0])
+    return run_by_specs(loss.where, loss, lies, operands, specs, out, value)
 
 
 def _check_shapes(loss: _Loss, x: Any, target: Any) -> None:
@@ -166,49 +166,6 @@ def check_block(where: str, x: Any, spec: Spec | Grid, argument: str = "spec") -
         return spec
     layout = layout_of_operand(where, argument, x, cast(Any, spec))
     return layout if isinstance(spec, Grid) else spec
-
-
-def layout_of_values(value: PartitionedArray, shape: Sequence[int]) -> Layout:
-    """The layout, by a spec, of an array of this shape: that of the global array if its shape is the same."""
-    if tuple(value.shape) != tuple(shape):
-        return value.mesh.layout(tuple(shape), P())
-    spec = as_spec(value)
-    return spec if isinstance(spec, Layout) else value.mesh.layout(tuple(shape), spec)
-
-
-def broadcast_spec(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout of an array that broadcasts: it is split as the array of `layout` where it has its lengths."""
-    first = max(0, len(layout.shape) - len(shape))
-    names, cuts = [], []
-    for d, n in enumerate(shape, first):
-        same = d < len(layout.shape) and n == layout.shape[d]
-        names.append(tuple(layout.spec.dims[d]) or None if same else None)
-        cuts.append(layout.cuts[d] if same else None)
-    return Layout(tuple(shape), P(*names), layout.axes, cuts)
-
-
-def run_by_specs(
-    where: str,
-    fun: Callable[..., Any],
-    spec: Spec,
-    operands: Sequence[Any],
-    specs: Sequence[Spec | None],
-    out: Spec,
-    value: PartitionedArray,
-) -> Any:
-    """fun(spec, *blocks) of global arrays and whole ones, on the mesh of `value`. Operands may be None."""
-    given = tuple(a is not None for a in operands)
-    chosen = [(a, s) for a, s in zip(operands, specs, strict=True) if a is not None]
-    arrays, lies = [a for a, _ in chosen], [s for _, s in chosen]
-    return on_blocks(where, _body, (fun, spec, given), arrays, lies, out, value.mesh)
-
-
-def _body(fun: Callable[..., Any], spec: Spec, given: tuple[bool, ...]) -> Callable[..., Any]:
-    def body(*blocks: Any) -> Any:
-        remaining = iter(blocks)
-        return fun(spec, *(next(remaining) if is_given else None for is_given in given))
-
-    return body
 
 
 # The losses

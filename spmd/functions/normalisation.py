@@ -6,6 +6,7 @@ Any dimension may be split over workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf, prod
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 from spmd.autodiff.signatures import Tree
 from spmd.errors import SpecError, describe
 from spmd.functions.arguments import as_floating, as_number, cast, layer, normalized_axes, normalized_axis
-from spmd.functions.layouts import check_spec, floating_operand, layout_of_operand
+from spmd.functions.global_operands import refuse_axis_names, run_over
+from spmd.functions.layouts import check_spec, floating_array, floating_operand, layout_of_operand
 from spmd.functions.local import local
 from spmd.functions.local.normalisation import moments as local_moments
 from spmd.functions.norm_plans import Norm, NormPlan, gathered_moments, merged, params_of
 from spmd.functions.planned import LayerPlan, Operand, is_split, run_layer
-from spmd.global_ops.call import names_of
+from spmd.global_ops.call import global_value, names_of
 from spmd.layout import Layout, P, Spec
 from spmd.mesh import WORKER, here
 from spmd.operators.reduce import AxisName, reduced_axes
@@ -210,7 +212,8 @@ def moments(
     """The mean and the variance of x over some axes (None: all), and over the workers along axis_name.
 
     Every entry counts once, however uneven the blocks; some may be empty. The variance is the mean squared distance
-    from the mean. Along axis_name the results are Invariant; an array that is Invariant there counts once.
+    from the mean. Along axis_name the results are Invariant; an array that is Invariant there counts once. Outside of
+    bodies a global array has its layout, and no axis_name.
     Of no entries both are NaN. Adjoint of the derivative: g / n for the mean, 2 g (x - mean) / n for the variance.
     Cost: one all-gather of both and the count; backward its adjoint.
 
@@ -220,8 +223,11 @@ def moments(
         [3.0, 6.0]
     """
     where = "spmd.functions.moments"
-    x = as_floating(where, "x", x)
+    x = floating_array(where, "x", x)
     axes = normalized_axes(where, x, axis)
+    refuse_axis_names(where, (x,), axis_name=axis_name)
+    if global_value(x) is not None:
+        return run_over(where, _Moments(axes, bool(keepdims)), (x,), axes, bool(keepdims), results=2)
     rest = [n for n in range(x.ndim) if n not in axes]
     shape = tuple(x.shape[a] for a in rest)
     n = prod(x.shape[a] for a in axes)
@@ -239,6 +245,17 @@ def moments(
     mean, variance = mean + 0 * count, square / count
     result_shape = tuple(1 if a in axes else m for a, m in enumerate(x.shape)) if keepdims else shape
     return cast(np.reshape(mean, result_shape), x.dtype), cast(np.reshape(variance, result_shape), x.dtype)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """`moments` of blocks."""
+
+    axes: tuple[int, ...]
+    keepdims: bool
+
+    def __call__(self, names: tuple[str, ...] | None, x: Any) -> tuple[Any, Any]:
+        return moments(x, self.axes, axis_name=names, keepdims=self.keepdims)
 
 
 @api_boundary

@@ -14,8 +14,9 @@ from spmd.autodiff.signatures import Tree
 from spmd.autodiff.transforms import stop_gradient
 from spmd.errors import SpecError, describe
 from spmd.frontends import frontend
-from spmd.functions.arguments import as_floating, cast, layer, normalized_axes, normalized_axis, require_varying
-from spmd.functions.layouts import dtype_of, floating_operand
+from spmd.functions.arguments import cast, layer, normalized_axes, normalized_axis, require_varying
+from spmd.functions.global_operands import first_global, refuse_axis_names, run_over
+from spmd.functions.layouts import dtype_of, floating_array, floating_operand
 from spmd.functions.local import local, namespace
 from spmd.functions.local.softmaxes import logsumexp_over, logsumexp_rows, row_max
 from spmd.functions.losses import check_block
@@ -181,7 +182,8 @@ def logsumexp(
 
     x: floating. b: weights, which broadcast to the shape of x; the sum must not be negative. axis_name: the axes of the
     mesh that split these axes of x; then the sum is over the workers too, by two small all-reduces, and the result is
-    Invariant there. Where every entry is -inf the result is -inf, and the gradient 0.
+    Invariant there. Outside of bodies global arrays have their layouts, and no axis_name. Where every entry
+    is -inf the result is -inf, and the gradient 0.
     Adjoint of the derivative: g * b * exp(x - y). Raises StateError for an x that does not vary over axis_name.
 
         >>> with spmd.Mesh(x=2):
@@ -190,8 +192,16 @@ def logsumexp(
         np.float64(6.0)
     """
     where = "spmd.functions.logsumexp"
-    x = as_floating(where, "x", x)
+    x = floating_array(where, "x", x)
     axes = normalized_axes(where, x, axis)
+    if b is not None:
+        b = floating_array(where, "b", b)
+        if len(b.shape) > x.ndim or any(n not in (1, m) for n, m in zip(b.shape[::-1], x.shape[::-1], strict=False)):
+            need = f"a shape that broadcasts to {list(x.shape)}"
+            raise SpecError.at(where, argument="b", got=describe(b), need=need, mend="reshape it")
+    refuse_axis_names(where, (x, b), axis_name=axis_name)
+    if first_global(x, b) is not None:
+        return run_over(where, _LogSumExp(axes, bool(keepdims)), (x, b), axes, bool(keepdims))
     rest_shape = tuple(n for i, n in enumerate(x.shape) if i not in axes)
     last_axes = tuple(range(x.ndim - len(axes), x.ndim))
     count = prod(x.shape[a] for a in axes)
@@ -200,10 +210,6 @@ def logsumexp(
         return np.reshape(np.moveaxis(a, axes, last_axes), (*rest_shape, count))
 
     if b is not None:
-        b = as_floating(where, "b", b)
-        if len(b.shape) > x.ndim or any(n not in (1, m) for n, m in zip(b.shape[::-1], x.shape[::-1], strict=False)):
-            need = f"a shape that broadcasts to {list(x.shape)}"
-            raise SpecError.at(where, argument="b", got=describe(b), need=need, mend="reshape it")
         b = as_rows(np.broadcast_to(b, x.shape))
     x = as_rows(x)
     if b is not None:
@@ -211,6 +217,17 @@ def logsumexp(
     else:
         y = logsumexp_rows(x) if axis_name is None else cast(logsumexp_over(x, axis_name, where)[1], x.dtype)
     return np.expand_dims(y, axes) if keepdims else y
+
+
+@dataclass(frozen=True)
+class _LogSumExp:
+    """`logsumexp` of blocks."""
+
+    axes: tuple[int, ...]
+    keepdims: bool
+
+    def __call__(self, names: tuple[str, ...] | None, x: Any, b: Any) -> Any:
+        return logsumexp(x, self.axes, b, self.keepdims, axis_name=names)
 
 
 def _weighted_logsumexp(x, b, axis_name: AxisName | None, where: str):

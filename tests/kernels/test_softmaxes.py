@@ -452,7 +452,7 @@ def test_errors():
         with pytest.raises(ValueError, match="from 0 to 3"):
             spmd.map(SPREAD["classes"], (P(None, "model"), P()), P())(x, labels + 2)
         with pytest.raises(SpecError, match="call it in a body"):
-            F.logsumexp(spmd.put(x, P("model")))
+            F.stencil(spmd.put(x, P("model")), [(0, 1)], [1.0])
 
 
 def test_labels_that_vary_where_the_classes_are_split_are_an_error():

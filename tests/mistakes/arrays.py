@@ -12,6 +12,7 @@ from spmd.errors import (
     LayoutError,
     MeshError,
     MissingMethodError,
+    SpecError,
     StateError,
 )
 
@@ -149,6 +150,15 @@ GLOBAL = [
         "PartitionedArray float64[3, 2] laid out by P('data', None) and ndarray float64[1, 2]",
         "arrays of one shape",
         "np.broadcast_to",
+    ),
+    Row(
+        "an update without parameters",
+        lambda: spmd.optim.sgd(0.1).update(here(), spmd.optim.SGDState(0, None)),
+        SpecError,
+        "update of spmd.optim: argument params",
+        "nothing",
+        "an update gives new ones",
+        "params, state = optimizer.update(grads, state, params)",
     ),
     Row(
         "an assignment to a global array",

@@ -576,6 +576,13 @@ JIT = [
                 "np.where in place of `if`",
             ),
             (
+                "a number to print within spmd.jit",
+                lambda x: print(float(spmd.sum(x, "data"))),
+                "float()",
+                "array float64[], within spmd.jit",
+                "to print or log it, return it",
+            ),
+            (
                 "a mask within spmd.jit",
                 lambda x: spmd.sum(x[x > 0], "data"),
                 "x[mask]",

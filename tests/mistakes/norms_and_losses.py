@@ -105,6 +105,58 @@ ROWS = [
         "classes from 0 to 1",
         "count from 0",
     ),
+    Row(
+        "classes that are split without axis_name",
+        lambda: spmd.map(spmd.softmax_cross_entropy, (P(None, "data"), P()), P(None))(X, np.array([0, 1, 1])),
+        SpecError,
+        "spmd.softmax_cross_entropy: argument labels",
+        "labels from 0 to 1, the same along 'data', where not all have the same logits",
+        "classes from 0 to 0",
+        "axis_name='data', if that axis splits the classes",
+    ),
+    _norm(
+        "target",
+        "cross_entropy",
+        lambda: spmd.map(functions.cross_entropy, (P(None, "data"), P()), P())(X, np.array([0, 1, 1])),
+        "the same along 'data', where not all have the same x",
+        "classes from 0 to 0",
+        "a spec of x that names 'data'",
+    ),
+    _norm(
+        "ids",
+        "one_hot",
+        lambda: functions.one_hot(here(), 3),
+        "PartitionedArray float64[3, 2]",
+        "integers",
+        "ids.astype(int)",
+    ),
+    *(
+        _norm(
+            "axis_name",
+            name,
+            lambda call=call: call(here(), axis_name="data"),
+            "'data' for PartitionedArray float64[3, 2]",
+            "no axis_name: a global array has its layout",
+            "leave axis_name out",
+        )
+        for name, call in (("logsumexp", functions.logsumexp), ("moments", functions.moments))
+    ),
+    _norm(
+        "x",
+        "stencil",
+        lambda: spmd.grad(lambda x: np.sum(functions.stencil(x, [(0, 0)], [1.0])))(here()),
+        "traced array float64[3, 2]",
+        "a block, or a bare array",
+        "call it in a body",
+    ),
+    _norm(
+        "x",
+        "stencil",
+        lambda: functions.stencil(here(), [(0, 0)], [1.0]),
+        "PartitionedArray float64[3, 2]",
+        "a block, or a bare array",
+        "call it in a body",
+    ),
     _norm(
         "target",
         "nll_loss",
