@@ -97,6 +97,9 @@ def _targets() -> Iterator[Target]:
     yield Target("costs", "empty map, auto", (), 60e-6, "seconds")
     yield Target("costs", "import", ("numpy",), 1 / 1.5)
     yield Target("costs", "the example of digits", (), 20, "seconds")
+    for jitted in "", ", jitted":
+        yield Target("profiles", f"data=2, model=2{jitted}", ("spmd, no profile",), 1 / 1.05)
+    yield Target("profiles", "data=2, two processes", ("spmd, mpi, no profile",), 1 / 1.05, ours=("spmd, mpi",))
     for case in "batch 256", "batch 4096":
         for engine in engines:
             yield Target("w1", case, (*torch, "torch, by hand"), 1, "memory", (engine,))

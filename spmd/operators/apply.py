@@ -189,7 +189,7 @@ class _Located:
         self.op, self.place, self.function, self.axes = op, place, op.function, op.axes
 
     def pull(self, g: Any, x: Any, y: Any) -> Any:
-        worker = here(f"spmd.{self.function}")
+        worker = WORKER.get() or here(f"spmd.{self.function}")
         before, worker.recorded_at = worker.recorded_at, self.place
         try:
             return self.op.pull(g, x, y)

@@ -144,18 +144,21 @@ class ObservedCall:
 
     def __call__(self, comm: Comm, x: np.ndarray, times: int = 1) -> tuple[Any, Any]:
         """The new block, and the bound operator. times: how many operators it stands for."""
-        fast_run = self.prepared.fast_run
-        if self.costs is None or fast_run is None or type(comm) is PartialComm or comm.use is not None:
+        fast_run, observers = self.prepared.fast_run, LEDGERS.get()
+        if self.costs is None or fast_run is None or not observers.replays:
             return self._general(comm, x, times)
-        observers = LEDGERS.get()
-        if not observers.replays:
+        if type(comm) is PartialComm or comm.use is not None:
             return self._general(comm, x, times)
         waited, start = comm.waited, perf_counter()
         result = fast_run(comm, x, self._general_run)
-        end = perf_counter()
-        sent = self._sent(comm)
+        phases = ((start, perf_counter(), comm.waited - waited),)
+        worker: Any = WORKER.get()
+        place = worker.recorded_at
+        sent = self.sent.get(id(place))
+        if sent is None or sent.recorded_at is not place:
+            sent = self._sent(comm, place)
         for observer in observers:
-            observer.collective(comm, sent, ((start, end, comm.waited - waited),))
+            observer.collective(comm, sent, phases)
         return result
 
     def _general_run(self, comm: Comm, x: np.ndarray) -> tuple[Any, Any]:
@@ -165,14 +168,10 @@ class ObservedCall:
         self._learn(use)
         return result
 
-    def _sent(self, comm: Comm) -> Sent:
-        """What observers get, for the line of the forward call."""
-        worker: Any = WORKER.get()
-        place = worker.recorded_at
-        sent = self.sent.get(id(place))
-        if sent is None or sent.recorded_at is not place:
-            call = self.prepared.call.recorded(place)
-            sent = bounded(self.sent)[id(place)] = Sent.of(call, origin_of(comm, call), self.costs or [])
+    def _sent(self, comm: Comm, place: Place | None) -> Sent:
+        """What observers get from now on, for the line of the forward call."""
+        call = self.prepared.call.recorded(place)
+        sent = bounded(self.sent)[id(place)] = Sent.of(call, origin_of(comm, call), self.costs or [])
         return sent
 
     def _learn(self, use: Use) -> None:
@@ -185,7 +184,7 @@ class ObservedCall:
         use = Use(inner, observed_call(prepared.call), observers)
         for observer in observers:
             for _ in range(times):
-                observer.operator(inner.worker, use.origin)
+                observer.operator(inner.worker, origin_of(inner, use.call))
         if inner.use is not None:
             return prepared.general_run(comm, x)
         result = use.timed(lambda: prepared.general_run(comm, x))
@@ -223,7 +222,7 @@ def prepared_for(op: Collective, x: np.ndarray, state: State | None, worker: Wor
         return None
     observers = LEDGERS.get()
     if observers:
-        return ObservedCall.of(prepared) if observers.replays else None
+        return prepared.observed or ObservedCall.of(prepared) if observers.replays else None
     return prepared
 
 

@@ -42,10 +42,12 @@ class CollectiveLine:
 
     def __call__(self, comm: Comm, x: Any) -> Any:
         prepared = self.prepared
+        if type(x) is not np.ndarray or not x.flags.c_contiguous:
+            x = contiguous(x)
         if LEDGERS.get():
-            block, self.bound = ObservedCall.of(prepared)(comm, contiguous(x), self.times)
-        elif prepared.fast_run is None or type(x) is not np.ndarray or not x.flags.c_contiguous:
-            block, self.bound = prepared(comm, contiguous(x))
+            block, self.bound = (prepared.observed or ObservedCall.of(prepared))(comm, x, self.times)
+        elif prepared.fast_run is None:
+            block, self.bound = prepared(comm, x)
         else:
             block, self.bound = prepared.fast_run(comm, x, prepared.general_run)
         return block

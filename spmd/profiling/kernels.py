@@ -16,6 +16,7 @@ from spmd.autodiff import array_methods
 from spmd.autodiff.primitive import primitives
 from spmd.autodiff.rules import linalg
 from spmd.kernels import FAMILIES, cpu
+from spmd.profiling.recording import Name
 from spmd.transport.call import LEDGERS
 
 __all__ = ["observe_kernels", "release_kernels"]
@@ -50,6 +51,7 @@ class _ObservedPackage:
 
 def _observed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The function, that tells the observers of its context when it runs."""
+    kernel = Name("kernel", name)
 
     @wraps(function, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,7 @@ def _observed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         start = perf_counter()
         result = function(*args, **kwargs)
         for observer in observers:
-            observer.kernel(name, start)
+            observer.kernel(kernel, start)
         return result
 
     return run

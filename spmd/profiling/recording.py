@@ -38,7 +38,7 @@ class _EndOfCollective:
 
 END = _EndOfCollective()
 
-_MEMORY_INTERVAL = 2e-3
+_MEMORY_INTERVAL = 20e-3
 """Seconds between two samples of the memory at least."""
 _ROOM = 4096
 """Events beyond the limit that are kept until they are counted."""
@@ -150,7 +150,7 @@ class Recorder(Observer):
             return body(worker)
         finally:
             end = perf_counter()
-            track.add(self._name("map", tuple(name), self.step), start, end, comm.waited - waited)
+            track.add(self._map_name(tuple(name)), start, end, comm.waited - waited)
             self._running.pop(comm, None)
             if end - self._sampled > _MEMORY_INTERVAL:
                 self.sample_memory(end)
@@ -158,20 +158,20 @@ class Recorder(Observer):
     def collective(self, comm: Any, sent: Any, phases: Sequence[Phase]) -> None:
         """Record a collective."""
         track = self._running.get(comm, self.program)
-        for start, end, waited in phases:
-            track.add(sent, start, end, waited)
+        for phase in phases:
+            track.add(sent, *phase)
             sent = END
 
-    def kernel(self, name: str, start: float) -> None:
+    def kernel(self, name: Name, start: float) -> None:
         """Record a kernel of the worker that runs."""
         end, worker = perf_counter(), WORKER.get()
         track = self.program if worker is None else self._running.get(worker.comm, self.program)
-        track.add(self._name("kernel", name, 0), start, end, 0.0)
+        track.add(name, start, end, 0.0)
 
-    def _name(self, kind: str, name: Any, step: int) -> Name:
-        """One object for each name."""
-        key = kind, name, step
-        return self._names.get(key) or self._names.setdefault(key, Name(kind, name, step))
+    def _map_name(self, name: tuple[str, ...]) -> Name:
+        """One object for each map and step."""
+        key = name, self.step
+        return self._names.get(key) or self._names.setdefault(key, Name("map", *key))
 
     def next_step(self) -> None:
         """End a step, and begin the next one."""

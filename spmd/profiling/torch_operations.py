@@ -12,7 +12,9 @@ from typing import Any
 __all__ = ["TorchOperations"]
 
 _MARK = "spmd.profile: clock"
-"""The name of the event by which torch's clock is compared with Python's."""
+"""The name of the events by which torch's clock is compared with Python's."""
+_MARKS = 8
+"""Of these events: a busy system may stop the process within some of them."""
 
 
 class TorchOperations:
@@ -29,10 +31,12 @@ class TorchOperations:
         everywhere = import_module("torch._C._profiler")._ExperimentalConfig(profile_all_threads=True)
         self.profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
         self.profiler.__enter__()
-        before = perf_counter()
-        with torch.profiler.record_function(_MARK):
-            pass
-        self.mark = (before + perf_counter()) / 2
+        self.marks: list[tuple[float, float]] = []
+        for _ in range(_MARKS):
+            before = perf_counter()
+            with torch.profiler.record_function(_MARK):
+                pass
+            self.marks.append((before, perf_counter()))
 
     def stop(self, since: float, limit: int) -> tuple[list[dict[str, Any]], int]:
         """The events since a time: kind, name, track, start and end by `perf_counter`, args; and how many the limit
@@ -43,13 +47,20 @@ class TorchOperations:
             self.profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         spans = [event for event in events if event.get("ph") == "X" and "ts" in event]
-        mark = next((event for event in spans if event["name"] == _MARK), None)
-        if mark is None:
+        marks = sorted((float(e["ts"]), float(e.get("dur", 0))) for e in spans if e["name"] == _MARK)
+        if len(marks) != _MARKS:
             return [], len(spans)
-        origin = self.mark - float(mark["ts"]) / 1e6
+        origin = self._origin(marks)
         kept = [self._event(event, origin) for event in spans if event.get("cat") in _KINDS]
         kept = [event for event in kept if event["start"] >= since]
         return kept[:limit], max(0, len(kept) - limit)
+
+    def _origin(self, marks: list[tuple[float, float]]) -> float:
+        """The time of `perf_counter` at which torch's clock is 0. Each mark, from its start and duration in
+        microseconds, bounds it from both sides; the narrowest bounds of all count."""
+        low = max(before - ts / 1e6 for (before, _), (ts, _) in zip(self.marks, marks, strict=True))
+        high = min(after - (ts + dur) / 1e6 for (_, after), (ts, dur) in zip(self.marks, marks, strict=True))
+        return (low + high) / 2
 
     @staticmethod
     def _event(event: dict[str, Any], origin: float) -> dict[str, Any]:

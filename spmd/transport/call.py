@@ -91,8 +91,9 @@ class Observer:
     def collective(self, comm: Any, sent: Any, phases: Sequence[Any]) -> None:
         """A collective of a worker is over: see `Sent` and `Phase` in `spmd.transport.observing`."""
 
-    def kernel(self, name: str, start: float) -> None:
-        """A kernel, or a function of NumPy, has run until now. start: as `time.perf_counter` counts."""
+    def kernel(self, name: Any, start: float) -> None:
+        """A kernel, or a function of NumPy, has run until now. name: an object that stands for it; start: as
+        `time.perf_counter` counts."""
 
     def run(self, worker: Any, name: Sequence[str], body: Callable[[Any], Any]) -> Any:
         """Run the body of a map on a worker. name: the body, and the kind of run."""

@@ -22,15 +22,20 @@ sends."""
 
 
 class Sent(NamedTuple):
-    """What a worker calls and sends in a collective. name: the function as users write it. verbs: of the transport.
-    recorded_at: that of the call."""
+    """What a worker calls and sends in a collective. name: the function as users write it. costs: of the verbs of the
+    transport; messages, nbytes: their sum. recorded_at: that of the call."""
 
     name: str
     origin: Origin
-    verbs: tuple[str, ...]
+    costs: Costs
     messages: int
     nbytes: int
     recorded_at: Place | None
+
+    @property
+    def verbs(self) -> list[str]:
+        """The names of the verbs."""
+        return [verb for verb, _, _ in self.costs]
 
     @classmethod
     def of(cls, call: Call, origin: Origin, costs: Costs) -> Sent:
@@ -39,21 +44,20 @@ class Sent(NamedTuple):
         for _, cost, _ in costs:
             messages += cost.messages
             nbytes += cost.nbytes
-        return cls(call.op, origin, tuple([verb for verb, _, _ in costs]), messages, nbytes, call.recorded_at)
+        return cls(call.op, origin, costs, messages, nbytes, call.recorded_at)
 
 
 class Use:
     """One collective of one worker.
 
-    call: what it calls; origin: that of the call. costs: of the verbs so far. phases: one where the worker starts the
-    collective; where it does not wait for the result at once, one more at the end.
+    call: what it calls. costs: of the verbs so far. phases: one where the worker starts the collective; where it does
+    not wait for the result at once, one more at the end.
     """
 
-    __slots__ = ("call", "comm", "costs", "observers", "origin", "phases")
+    __slots__ = ("call", "comm", "costs", "observers", "phases")
 
     def __init__(self, comm: Any, call: Call, observers: Observers):
         self.comm, self.call, self.observers = comm, call, observers
-        self.origin = origin_of(comm, call)
         self.costs: Costs = []
         self.phases: list[Phase] = []
 
@@ -73,15 +77,14 @@ class Use:
         if self.observers.replays:
             return
         for observer in self.observers:
-            observer.verb(self.comm.worker, verb, cost, declared, self.origin)
+            observer.verb(self.comm.worker, verb, cost, declared, origin_of(self.comm, self.call))
 
     def end(self) -> None:
         """The worker has its result."""
-        sent = Sent.of(self.call, self.origin, self.costs)
-        if self.call.last_sent == sent:
-            sent = self.call.last_sent  # one object each time, for those who keep it
-        else:
-            self.call.last_sent = sent
+        call, origin = self.call, origin_of(self.comm, self.call)
+        sent = call.last_sent  # one object each time, for those who keep it
+        if sent is None or sent.origin != origin or sent.costs != self.costs:
+            sent = call.last_sent = Sent.of(call, origin, self.costs)
         for observer in self.observers:
             observer.collective(self.comm, sent, self.phases)
 

@@ -1,4 +1,4 @@
-"""Mistakes in pictures and prints: what cannot be drawn, workers that do not exist."""
+"""Mistakes in pictures, prints and profiles: what cannot be drawn, workers that do not exist."""
 
 from __future__ import annotations
 
@@ -119,5 +119,23 @@ ROWS = [
         "a call within spmd.jit, outside of any body",
         "values, which a function that is recorded does not have",
         "call it in the body of a map",
+    ),
+    Row(
+        "a profile that keeps no event",
+        lambda: spmd.profile(limit=0),
+        SpecError,
+        "spmd.profile: argument limit",
+        "int 0",
+        "a number of events per worker, at least 1",
+        "leave limit out: it is 100000",
+    ),
+    Row(
+        "a profile inside a body",
+        lambda: run(lambda x: spmd.profile().__enter__()),
+        MeshError,
+        "spmd.profile",
+        "a profile that is opened inside a body",
+        "one around maps: it records all workers",
+        'with spmd.profile("trace.json"): around the call of the map',
     ),
 ]

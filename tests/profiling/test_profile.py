@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd import P, kernels
 from spmd.autodiff import array_methods
-from spmd.errors import MeshError, SpecError
+from spmd.errors import SpecError
 from spmd.transport.call import LEDGERS
 from tests.profiling.trace_format import collectives, read_trace
 
@@ -275,15 +275,6 @@ def test_wrong_limits_are_refused(limit, words):
     with pytest.raises(SpecError, match=r"spmd\.profile: argument limit") as caught:
         spmd.profile(limit=limit)
     assert words in str(caught.value)
-
-
-def test_a_profile_inside_a_body_is_refused():
-    def body(x):
-        with spmd.profile():
-            return x
-
-    with spmd.Mesh(x=2, transport="local"), pytest.raises(MeshError, match="opened inside a body"):
-        spmd.map(body, in_specs=P("x"), out_specs=P("x"))(np.arange(4.0))
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_block_runs(tmp_path):

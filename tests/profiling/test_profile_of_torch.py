@@ -7,9 +7,17 @@ import pytest
 
 import spmd
 from spmd import P
+from spmd.profiling.torch_operations import TorchOperations
 from tests.profiling.trace_format import collectives, read_trace
 
 torch = pytest.importorskip("torch")
+
+
+def test_a_slow_mark_does_not_move_the_clock_of_torch():
+    operations = object.__new__(TorchOperations)
+    operations.marks = [(1.0, 5.0), (5.0, 5.002), (6.0, 6.003)]
+    marks = [(3.9e6, 10.0), (4.0009e6, 200.0), (5.0015e6, 500.0)]
+    assert operations._origin(marks) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_operations_of_torch_have_tracks_of_their_own(tmp_path):
