@@ -1,12 +1,12 @@
 """What editors and type checkers are told: types, signatures, documentation and names.
 
-`tests/typed_programs/user_program.py` is a program of a user. pyright checks it in strict mode from a folder of its
-own, with an environment that has `spmd` as an editable install has it.
+`tests/typed_programs` has programs of users. pyright checks them in strict mode, in one run from a folder of its own,
+with an environment that has `spmd` as an editable install has it.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -25,6 +25,7 @@ from spmd import P
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typed_programs" / "user_program.py"
+TORCH_PROGRAM = PROGRAM.with_name("torch_program.py")
 MODULES = (
     *("spmd", "spmd.autodiff", "spmd.fft", "spmd.functions", "spmd.io", "spmd.linear", "spmd.numpy", "spmd.optim"),
     *("spmd.random", "spmd.scipy", "spmd.solvers", "spmd.testing"),
@@ -118,6 +119,8 @@ def diagnostics(environment, tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("programs")
     revealed = HEAD + "".join(f"    reveal_type({e})\n" for e in REVEALED)
     programs = {"user": PROGRAM.read_text(), "wrong": WRONG, "revealed": revealed}
+    if importlib.util.find_spec("torch"):
+        programs["torch_user"] = TORCH_PROGRAM.read_text()
     for name, text in programs.items():
         (folder / f"{name}.py").write_text(text)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "pythonVersion": "3.11"}')
@@ -130,14 +133,21 @@ def diagnostics(environment, tmp_path_factory) -> dict[str, list[dict]]:
     return found
 
 
-def test_program_of_a_user_has_no_error_in_strict_mode(diagnostics):
-    found = diagnostics["user"]
+PROGRAMS = pytest.mark.parametrize(
+    "program", [PROGRAM, pytest.param(TORCH_PROGRAM, marks=pytest.mark.torch)], ids=["user", "torch_user"]
+)
+
+
+@PROGRAMS
+def test_program_of_a_user_has_no_error_in_strict_mode(diagnostics, program, request):
+    found = diagnostics[request.node.callspec.id]
     assert not found, "\n".join(f"{d['range']['start']['line'] + 1}: {d['message']}" for d in found)
 
 
-def test_program_of_a_user_runs(tmp_path):
+@PROGRAMS
+def test_program_of_a_user_runs(program, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, PROGRAM, tmp_path], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, program, tmp_path], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
