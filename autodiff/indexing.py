@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from spmd.errors import DtypeError, describe
 from spmd.tracebacks import api_boundary
 
 __all__ = ["At", "astype", "at", "define_indexing", "scatter_add"]
+
+Changed = TypeVar("Changed")
 
 _NUMBERS = {int, type(None)}
 _BASIC = {int, slice, type(None), type(Ellipsis)}
@@ -231,7 +233,7 @@ def _in_turn(x, index, step: Callable, v=None):
     return np.reshape(flat, np.shape(x))
 
 
-class At:
+class At(Generic[Changed]):
     """`x.at[i].set(v)`, `.add`, `.subtract`, `.multiply`, `.divide`, `.power`, `.min`, `.max`, `.apply(f)`, `.get()`:
     changed copies of an array, traced or bare.
 
@@ -242,59 +244,60 @@ class At:
 
     __slots__ = ("array", "index")
 
-    def __init__(self, array, index=None):
+    def __init__(self, array: Changed, index: Any = None):
         self.array = array
         self.index = index
 
-    def __getitem__(self, index) -> At:
+    def __getitem__(self, index: Any) -> At[Changed]:
         return At(self.array, index)
 
     @api_boundary
-    def get(self):
-        return self.array[self.index]
+    def get(self) -> Any:
+        array: Any = self.array
+        return array[self.index]
 
     @api_boundary
-    def set(self, v):
+    def set(self, v: Any) -> Changed:
         return self._update("set", _set, v)
 
     @api_boundary
-    def add(self, v):
+    def add(self, v: Any) -> Changed:
         return self._update("add", _add, v)
 
     @api_boundary
-    def subtract(self, v):
+    def subtract(self, v: Any) -> Changed:
         return self._update(
             "add", _add, -v if hasattr(v, "dtype") or type(v) in (int, float, complex) else np.negative(v)
         )
 
     @api_boundary
-    def multiply(self, v):
+    def multiply(self, v: Any) -> Changed:
         return self._update("multiply", lambda x, v, index: _in_turn(x, index, operator.mul, v), v)
 
     @api_boundary
-    def divide(self, v):
+    def divide(self, v: Any) -> Changed:
         return self._update("divide", lambda x, v, index: _in_turn(x, index, operator.truediv, v), v)
 
     @api_boundary
-    def power(self, v):
+    def power(self, v: Any) -> Changed:
         return self._update("power", lambda x, v, index: _in_turn(x, index, operator.pow, v), v)
 
     @api_boundary
-    def min(self, v):
+    def min(self, v: Any) -> Changed:
         return self._update("min", _min, v)
 
     @api_boundary
-    def max(self, v):
+    def max(self, v: Any) -> Changed:
         return self._update("max", _max, v)
 
     @api_boundary
-    def apply(self, f: Callable):
+    def apply(self, f: Callable[[Any], Any]) -> Changed:
         """x with f(x[i]) at i; f acts entry by entry."""
         return self._update("apply", lambda x, _v, index: _in_turn(x, index, lambda y, _: f(y)), 0, f)
 
-    def _update(self, name: str, update: Callable, v, argument=None):
+    def _update(self, name: str, update: Callable, v: Any, argument: Any = None) -> Any:
         """A method of this name. argument: that of the user, if it is not v."""
-        x = self.array
+        x: Any = self.array
         if (x.state if type(x) is Array else None) is None:
             instead = tracer.mixing.function(At, (x, v, self.index), {})
             if instead is not None:
@@ -330,7 +333,7 @@ def _rank(dtype) -> int:
     return "bifc".find("b" if dtype.kind == "b" else kind_of_dtype(dtype) or "?")
 
 
-def at(x: Any) -> At:
+def at(x: Changed) -> At[Changed]:
     """Changed copies of x, which may be bare or traced: `spmd.at(x)[i].set(v)`.
 
     >>> spmd.at(np.zeros(3))[1].set(5.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, Literal, TypeVar, overload
+from typing import Any, Concatenate, Literal, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from spmd.autodiff import tree
 from spmd.autodiff.cotangent_matching import check_sequences, match_tangents, varying_over
 from spmd.autodiff.dtypes import float0
 from spmd.autodiff.forward import linearize
-from spmd.autodiff.signatures import Parameters
+from spmd.autodiff.signatures import Parameters, Primals
 from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
@@ -26,7 +26,6 @@ __all__ = ["hessian", "hvp", "jacfwd", "jacrev"]
 Differentiated = TypeVar("Differentiated", bound=AnyArray)
 
 
-@api_boundary
 @overload
 def jacrev(
     fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
@@ -47,6 +46,7 @@ def jacrev(
 ) -> Callable[Parameters, Any]: ...
 
 
+@api_boundary
 def jacrev(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -91,7 +91,6 @@ def jacrev(
     return wrapped
 
 
-@api_boundary
 @overload
 def jacfwd(
     fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
@@ -110,6 +109,7 @@ def jacfwd(
 ) -> Callable[Parameters, Any]: ...
 
 
+@api_boundary
 def jacfwd(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable[..., Any]:
@@ -146,7 +146,6 @@ def jacfwd(
     return wrapped
 
 
-@api_boundary
 @overload
 def hessian(
     fun: Callable[Concatenate[Differentiated, Parameters], AnyArray],
@@ -165,6 +164,7 @@ def hessian(
 ) -> Callable[Parameters, Any]: ...
 
 
+@api_boundary
 def hessian(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, holomorphic: bool = False
 ) -> Callable[..., Any]:
@@ -175,6 +175,16 @@ def hessian(
            [2., 0.]])
     """
     return jacrev(jacrev(fun, argnums, has_aux, holomorphic), argnums, has_aux, holomorphic)
+
+
+@overload
+def hvp(
+    fun: Callable[[Unpack[Primals]], Any], primals: tuple[*Primals], tangents: Sequence[Any]
+) -> tuple[*Primals]: ...
+
+
+@overload
+def hvp(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]: ...
 
 
 @api_boundary

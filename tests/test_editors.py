@@ -1,16 +1,17 @@
 """What editors and type checkers are told: types, signatures, documentation and names.
 
-`tests/typed_programs/user_program.py` is a program of a user. pyright checks it in strict mode from a folder of its
-own, with an environment that has `spmd` as an editable install has it.
+`tests/typed_programs` has programs of users. pyright checks them in strict mode, in one run from a folder of its own,
+with an environment that has `spmd` as an editable install has it.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import os
 import pydoc
+import re
 import subprocess
 import sys
 import types
@@ -24,6 +25,7 @@ from spmd import P
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typed_programs" / "user_program.py"
+TORCH_PROGRAM = PROGRAM.with_name("torch_program.py")
 MODULES = (
     *("spmd", "spmd.autodiff", "spmd.fft", "spmd.functions", "spmd.io", "spmd.linear", "spmd.numpy", "spmd.optim"),
     *("spmd.random", "spmd.scipy", "spmd.solvers", "spmd.testing"),
@@ -65,6 +67,25 @@ REVEALED = {
     "spmd.put({'w': a}, P())": "dict[str, ndarray]",
     "spmd.put(a, P())": "PartitionedArray",
     "spmd.put(2.0, P())": "PartitionedArray",
+    "spmd.random.normal(key, (4,))": "ndarray",
+    "spmd.random.normal(key, (4,), spec=P())": "PartitionedArray",
+    "spmd.random.randint(key, (4,), 0, 3, like=spmd.put(a, P()))": "PartitionedArray",
+    "spmd.random.permutation(key, 4)": "ndarray",
+    "spmd.random.default_rng(0)": "Generator",
+    "spmd.scan(lambda c, x: (c + x, {'y': x}), a, a)": "tuple[ndarray, dict[str, ndarray]]",
+    "spmd.scan(lambda c, x: (c + x, None), 0.0, a)": "tuple[ndarray, None]",
+    "spmd.fori_loop(0, 4, body, a)": "ndarray",
+    "spmd.while_loop(lambda x: x < 9.0, lambda x: 2 * x, 1.0)": "ndarray",
+    "spmd.cond(np.True_, body, body, a, a)": "ndarray",
+    "spmd.hvp(body, (a, a), (a, a))": "tuple[ndarray, ndarray]",
+    "spmd.at(a)[0].set(1.0)": "ndarray",
+    "spmd.put(a, P()).at[0].add(1.0)": "PartitionedArray",
+    "spmd.linear_operator(lambda x: 2 * x, P(), P(), shape=(4,)).H": "LinearOperator",
+    "spmd.grad(v)": "(Any, ...) -> Any",
+    "spmd.value_and_grad(v)": "(Any, ...) -> tuple[Any, Any]",
+    "spmd.value_and_grad(body)(v, v)": "tuple[ndarray, ndarray]",
+    "spmd.psum(v, 'x')": "Any",
+    "spmd.jit(v)": "Jitted[..., Any]",
 }
 
 
@@ -79,43 +100,68 @@ def environment(tmp_path_factory) -> Path:
     return folder / "bin" / "python"
 
 
-def diagnostics(text: str, folder: Path, environment: Path) -> list[dict]:
-    (folder / "program.py").write_text(text)
+HEAD = """
+from typing import Any
+import numpy as np
+import spmd
+from spmd import P
+a: np.ndarray = np.ones(4)
+key = spmd.random.key(0)
+def body(w: np.ndarray, x: np.ndarray) -> np.ndarray: return w * x
+def with_aux(w: np.ndarray) -> tuple[np.ndarray, str]: return w, ""
+def untyped(v: Any) -> None:
+"""
+
+
+@pytest.fixture(scope="module")
+def diagnostics(environment, tmp_path_factory) -> dict[str, list[dict]]:
+    """What pyright reports of each program: it runs once for all."""
+    folder = tmp_path_factory.mktemp("programs")
+    revealed = HEAD + "".join(f"    reveal_type({e})\n" for e in REVEALED)
+    programs = {"user": PROGRAM.read_text(), "wrong": WRONG, "revealed": revealed}
+    if importlib.util.find_spec("torch"):
+        programs["torch_user"] = TORCH_PROGRAM.read_text()
+    for name, text in programs.items():
+        (folder / f"{name}.py").write_text(text)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict", "pythonVersion": "3.11"}')
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", environment, "program.py"]
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", environment]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.stdout.startswith("{"), done.stderr
-    return json.loads(done.stdout)["generalDiagnostics"]
+    found: dict[str, list[dict]] = {name: [] for name in programs}
+    for diagnostic in json.loads(done.stdout)["generalDiagnostics"]:
+        found[Path(diagnostic["file"]).stem].append(diagnostic)
+    return found
 
 
-def test_program_of_a_user_has_no_error_in_strict_mode(environment, tmp_path):
-    found = diagnostics(PROGRAM.read_text(), tmp_path, environment)
+PROGRAMS = pytest.mark.parametrize(
+    "program", [PROGRAM, pytest.param(TORCH_PROGRAM, marks=pytest.mark.torch)], ids=["user", "torch_user"]
+)
+
+
+@PROGRAMS
+def test_program_of_a_user_has_no_error_in_strict_mode(diagnostics, program, request):
+    found = diagnostics[request.node.callspec.id]
     assert not found, "\n".join(f"{d['range']['start']['line'] + 1}: {d['message']}" for d in found)
 
 
-def test_program_of_a_user_runs(tmp_path):
+@PROGRAMS
+def test_program_of_a_user_runs(program, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, PROGRAM, tmp_path], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, program, tmp_path], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_wrong_calls_are_reported(environment, tmp_path):
-    found = diagnostics(WRONG, tmp_path, environment)
-    lines = {d["range"]["start"]["line"] for d in found if d["severity"] == "error"}
+def test_wrong_calls_are_reported(diagnostics):
+    lines = {d["range"]["start"]["line"] for d in diagnostics["wrong"] if d["severity"] == "error"}
     first = WRONG.split("\n").index("f(a)")
     assert lines == set(range(first, WRONG.count("\n")))
 
 
-def test_types_of_results(environment, tmp_path):
-    head = (
-        "import numpy as np\nimport spmd\nfrom spmd import P\na: np.ndarray = np.ones(4)\n"
-        "def body(w: np.ndarray, x: np.ndarray) -> np.ndarray: return w * x\n"
-        'def with_aux(w: np.ndarray) -> tuple[np.ndarray, str]: return w, ""\n'
-    )
-    found = diagnostics(head + "".join(f"reveal_type({e})\n" for e in REVEALED), tmp_path, environment)
+def test_types_of_results(diagnostics):
+    found = diagnostics["revealed"]
     texts = [d["message"].split(" is ", 1)[1].strip('"') for d in found if d["severity"] == "information"]
-    plain = "ndarray[tuple[Any, ...], dtype[Any]]"
-    assert [text.replace(plain, "ndarray") for text in texts] == list(REVEALED.values())
+    shown = [re.sub(r"ndarray\[(?:Any|tuple\[Any, \.\.\.\]), dtype\[Any\]\]", "ndarray", text) for text in texts]
+    assert dict(zip(REVEALED, shown, strict=True)) == REVEALED
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -161,7 +161,7 @@ class Saved:
 
     def __init__(self, n: int):
         self.rows: list[Any] = [None] * n
-        self.states: dict[int, list[Any]] = {}
+        self.states: dict[int, Sequence[Any]] = {}
 
 
 class Loop:
@@ -206,7 +206,7 @@ class Loop:
             self._built = self.region.built((), [*self.region.inputs, *self.outer], outputs, self.__name__)
         return self._built
 
-    def step(self, comm: Any, carry: list[Any], slices: Sequence[Any], outer: Sequence[Any], at: int) -> list[Any]:
+    def step(self, comm: Any, carry: Sequence[Any], slices: Sequence[Any], outer: Sequence[Any], at: int) -> list[Any]:
         """What step number `at` returns."""
         i = self.order[at]
         return self._program().run(comm, [*carry, *[x[i] for x in slices], *outer])
@@ -317,7 +317,7 @@ class BackLoop:
         by_number = dict(zip(self.outer, run.outer, strict=True))
         forward_outer = [by_number[i] for i in loop.outer]
         for action in backward(len(loop.order), loop.states):
-            if type(action) is Drop:
+            if isinstance(action, Drop):
                 del states[action.at]
                 continue
             carry = states[action.start]

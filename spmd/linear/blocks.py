@@ -34,11 +34,11 @@ class _Blocks(LinearOperator):
         self.operators = operators
 
     @property
-    def H(self):
+    def H(self) -> LinearOperator:
         return self._transposed(*(op.H for op in self.operators))
 
     @property
-    def T(self):
+    def T(self) -> LinearOperator:
         return self._transposed(*(op.T for op in self.operators))
 
     def __eq__(self, other: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import numpy as np
 
@@ -24,6 +24,15 @@ from spmd.placement import mesh_for
 from spmd.tracebacks import api_boundary
 
 __all__ = ["linear_operator"]
+
+
+class Options(TypedDict, total=False):
+    """What `linear_operator` takes beside bodies, specs and parameters."""
+
+    shape: Any
+    dtype: Any
+    like: Any
+    mesh: Mesh | None
 
 
 class _Map(Base):
@@ -113,6 +122,44 @@ class _Map(Base):
 
 def _short_name(f: Callable) -> str:
     return formula(((1, (f,)),)) if isinstance(f, Linear) else type(f).__name__
+
+
+@overload
+def linear_operator(
+    f: Callable[[Any], Any],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    params: None = ...,
+    adjoint: Callable[[Any], Any] | None = ...,
+    **options: Unpack[Options],
+) -> LinearOperator: ...
+
+
+@overload
+def linear_operator(
+    f: Callable[[Any, Any], Any],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    params: Any,
+    param_specs: Any = ...,
+    adjoint: Callable[[Any, Any], Any] | None = ...,
+    **options: Unpack[Options],
+) -> LinearOperator: ...
+
+
+@overload
+def linear_operator(
+    f: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    params: Any = ...,
+    param_specs: Any = ...,
+    adjoint: Callable[..., Any] | None = ...,
+    **options: Unpack[Options],
+) -> LinearOperator: ...
 
 
 @api_boundary

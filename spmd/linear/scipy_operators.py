@@ -11,6 +11,7 @@ import numpy as np
 from spmd.autodiff.custom import custom_vjp
 from spmd.errors import LayoutError
 from spmd.layout import Spec
+from spmd.linear.operator import LinearOperator
 from spmd.linear.space import Space, flat, unflat
 from spmd.linear.views import Base, View
 from spmd.placement import mesh_for
@@ -52,7 +53,7 @@ class _SciPy(Base):
 @api_boundary
 def from_scipy(
     op: Any, in_spec: Spec, out_spec: Spec | None = None, *, shape: Any = None, out_shape: Any = None, mesh: Any = None
-) -> Any:
+) -> LinearOperator:
     """A matrix or `scipy.sparse.linalg.LinearOperator` as an operator on global arrays.
 
     op: of shape (m, n); A.H needs its adjoint (rmatvec). in_spec, out_spec: the layouts of argument and result;

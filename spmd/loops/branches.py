@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Unpack, overload
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.checkpoint import closure_nodes, traced_by
+from spmd.autodiff.signatures import Carry, Primals, Result
 from spmd.autodiff.staging.recorder import slot_of
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tape import ACTIVE, Tape, redirected
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transform_arguments import kind_of
@@ -31,7 +33,12 @@ __all__ = ["cond", "while_loop"]
 
 
 @api_boundary
-def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
+def cond(
+    pred: Any,
+    true_fun: Callable[[Unpack[Primals]], Result],
+    false_fun: Callable[[Unpack[Primals]], Result],
+    *operands: *Primals,
+) -> Result:
     """`true_fun(*operands)` where pred is true, else `false_fun(*operands)`, as `jax.lax.cond`.
 
     pred: a boolean without dimensions: a number, an array of a body, or a global array. operands: pytrees of arrays.
@@ -82,6 +89,16 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
         return tree.unflatten(out_structure, outs)
     outs, out_structure = _run_apart(where, taken, leaves)
     return tree.unflatten(out_structure, [_tied(x, leaves) for x in outs])
+
+
+@overload
+def while_loop(
+    cond_fun: Callable[[AnyArray], Any], body_fun: Callable[[AnyArray], Any], init_val: complex
+) -> AnyArray: ...
+
+
+@overload
+def while_loop(cond_fun: Callable[[Carry], Any], body_fun: Callable[[Carry], Carry], init_val: Carry) -> Carry: ...
 
 
 @api_boundary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.loops.checkpointed import checkpointed
 from spmd.autodiff.loops.schedules import Policy, policy_of
+from spmd.autodiff.signatures import Carry, Slices, Stacked
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
@@ -23,6 +25,42 @@ from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, che
 from spmd.tracebacks import api_boundary
 
 __all__ = ["fori_loop", "scan"]
+
+
+@overload
+def scan(
+    f: Callable[[AnyArray, Slices], tuple[Any, Stacked]],
+    init: complex,
+    xs: Slices = ...,
+    length: int | None = ...,
+    reverse: bool = ...,
+    *,
+    checkpoint: int | str | Policy | None = ...,
+) -> tuple[AnyArray, Stacked]: ...
+
+
+@overload
+def scan(
+    f: Callable[[Carry, Slices], tuple[Carry, Stacked]],
+    init: Carry,
+    xs: Slices = ...,
+    length: int | None = ...,
+    reverse: bool = ...,
+    *,
+    checkpoint: int | str | Policy | None = ...,
+) -> tuple[Carry, Stacked]: ...
+
+
+@overload
+def scan(
+    f: Callable[..., tuple[Any, Any]],
+    init: Any,
+    xs: Any = ...,
+    length: int | None = ...,
+    reverse: bool = ...,
+    *,
+    checkpoint: int | str | Policy | None = ...,
+) -> tuple[Any, Any]: ...
 
 
 @api_boundary
@@ -71,6 +109,28 @@ def scan(
     step = Step(where, f, structure, x_structure)
     carry, ys = _run(step, carry, slices, n, bool(reverse), policy)
     return tree.unflatten(structure, carry), tree.unflatten(step.y, ys)
+
+
+@overload
+def fori_loop(
+    lower: int,
+    upper: int,
+    body_fun: Callable[[Any, AnyArray], Any],
+    init_val: complex,
+    *,
+    checkpoint: int | str | Policy | None = ...,
+) -> AnyArray: ...
+
+
+@overload
+def fori_loop(
+    lower: int,
+    upper: int,
+    body_fun: Callable[[Any, Carry], Carry],
+    init_val: Carry,
+    *,
+    checkpoint: int | str | Policy | None = ...,
+) -> Carry: ...
 
 
 @api_boundary

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from spmd.array import PartitionedArray, layout_of
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.kernels.cpu.chunks import accurate
+from spmd.layout import Spec
 from spmd.mesh import Mesh
 from spmd.random.arguments import NO_SHAPE, Shape, as_array, checked_dtype, checked_float
 from spmd.random.drawing import draw, place_of
@@ -38,6 +40,20 @@ def _check_order(where: str, **numbers: Any) -> None:
         )
 
 
+@overload
+def bits(key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: None = ..., mesh: Mesh | None = ...) -> AnyArray: ...
+
+
+@overload
+def bits(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def bits(key: Any, shape: Shape = ..., dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...) -> PartitionedArray: ...
+
+
 @api_boundary
 def bits(
     key: Any,
@@ -47,7 +63,7 @@ def bits(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Random integers over the full range of a dtype, uint32 or uint64. Arguments as for `uniform`.
 
     >>> spmd.random.bits(spmd.random.key(0), (3,))
@@ -58,6 +74,45 @@ def bits(
     if checked not in (np.dtype(np.uint32), np.dtype(np.uint64)):
         raise SpecError.at(where, argument="dtype", got=str(checked), need="uint32 or uint64", mend="bits(...) >> 24")
     return draw(where, key, "random_bits", checked, place_of(where, shape, spec, mesh, like))
+
+
+@overload
+def uniform(
+    key: Any,
+    shape: Shape = ...,
+    dtype: Any = ...,
+    minval: float = ...,
+    maxval: float = ...,
+    *,
+    spec: None = ...,
+    mesh: Mesh | None = ...,
+) -> AnyArray: ...
+
+
+@overload
+def uniform(
+    key: Any,
+    shape: Shape = ...,
+    dtype: Any = ...,
+    minval: float = ...,
+    maxval: float = ...,
+    *,
+    spec: Spec,
+    mesh: Mesh | None = ...,
+) -> PartitionedArray: ...
+
+
+@overload
+def uniform(
+    key: Any,
+    shape: Shape = ...,
+    dtype: Any = ...,
+    minval: float = ...,
+    maxval: float = ...,
+    *,
+    like: Any,
+    mesh: Mesh | None = ...,
+) -> PartitionedArray: ...
 
 
 @api_boundary
@@ -71,7 +126,7 @@ def uniform(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Uniformly distributed numbers in [minval, maxval).
 
     key: of `spmd.random`; another one for each use. shape, dtype: of the whole array.
@@ -100,6 +155,24 @@ def uniform(
     return draw(where, key, "random_uniform", dtype, place_of(where, shape, spec, mesh, like), *bounds)
 
 
+@overload
+def normal(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: None = ..., mesh: Mesh | None = ...
+) -> AnyArray: ...
+
+
+@overload
+def normal(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def normal(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
 @api_boundary
 def normal(
     key: Any,
@@ -109,7 +182,7 @@ def normal(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Normally distributed numbers with mean 0 and variance 1. Arguments as for `uniform`.
 
     >>> key = spmd.random.key(0)
@@ -120,6 +193,31 @@ def normal(
     """
     where = "spmd.random.normal"
     return draw(where, key, "random_normal", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
+
+
+@overload
+def truncated_normal(
+    key: Any,
+    lower: float,
+    upper: float,
+    shape: Shape = ...,
+    dtype: Any = ...,
+    *,
+    spec: None = ...,
+    mesh: Mesh | None = ...,
+) -> AnyArray: ...
+
+
+@overload
+def truncated_normal(
+    key: Any, lower: float, upper: float, shape: Shape = ..., dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def truncated_normal(
+    key: Any, lower: float, upper: float, shape: Shape = ..., dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
 
 
 @api_boundary
@@ -133,7 +231,7 @@ def truncated_normal(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Normally distributed numbers, conditioned to lie between lower and upper (which may be infinite).
 
     Arguments as for `uniform`. The interval must reach within 5 of 0 (8 in float64): beyond that too few numbers are
@@ -158,6 +256,24 @@ def truncated_normal(
     return draw(where, key, "random_truncated", dtype, place_of(where, shape, spec, mesh, like), *bounds)
 
 
+@overload
+def exponential(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: None = ..., mesh: Mesh | None = ...
+) -> AnyArray: ...
+
+
+@overload
+def exponential(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def exponential(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
 @api_boundary
 def exponential(
     key: Any,
@@ -167,7 +283,7 @@ def exponential(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Exponentially distributed numbers with mean 1. Arguments as for `uniform`.
 
     >>> with spmd.Mesh(x=2):
@@ -176,6 +292,24 @@ def exponential(
     """
     where = "spmd.random.exponential"
     return draw(where, key, "random_exponential", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
+
+
+@overload
+def gumbel(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: None = ..., mesh: Mesh | None = ...
+) -> AnyArray: ...
+
+
+@overload
+def gumbel(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def gumbel(
+    key: Any, shape: Shape = ..., dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
 
 
 @api_boundary
@@ -187,7 +321,7 @@ def gumbel(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Gumbel-distributed numbers. Arguments as for `uniform`.
 
     >>> with spmd.Mesh(x=2):
@@ -198,10 +332,32 @@ def gumbel(
     return draw(where, key, "random_gumbel", checked_float(where, dtype), place_of(where, shape, spec, mesh, like))
 
 
+@overload
+def bernoulli(key: Any, p: PartitionedArray, shape: Shape | None = ...) -> PartitionedArray: ...
+
+
+@overload
+def bernoulli(
+    key: Any, p: Any = ..., shape: Shape | None = ..., *, spec: None = ..., mesh: Mesh | None = ...
+) -> AnyArray: ...
+
+
+@overload
+def bernoulli(
+    key: Any, p: Any = ..., shape: Shape | None = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def bernoulli(
+    key: Any, p: Any = ..., shape: Shape | None = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
 @api_boundary
 def bernoulli(
     key: Any, p: Any = 0.5, shape: Shape | None = None, *, spec: Any = None, mesh: Mesh | None = None, like: Any = None
-) -> PartitionedArray:
+) -> Any:
     """True with probability p, to 24 bits. p: a number, or an array that broadcasts to the shape.
 
     shape: by default that of like, else that of p. A global p, without spec and like, stands for like.
@@ -248,6 +404,24 @@ def _check_probabilities(where: str, p: Any) -> None:
     raise SpecError.at(where, argument="p", got=describe(p), need=need, mend=mend)
 
 
+@overload
+def randint(
+    key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = ..., *, spec: None = ..., mesh: Mesh | None = ...
+) -> AnyArray: ...
+
+
+@overload
+def randint(
+    key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = ..., *, spec: Spec, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
+@overload
+def randint(
+    key: Any, shape: Shape, minval: int, maxval: int, dtype: Any = ..., *, like: Any, mesh: Mesh | None = ...
+) -> PartitionedArray: ...
+
+
 @api_boundary
 def randint(
     key: Any,
@@ -259,7 +433,7 @@ def randint(
     spec: Any = None,
     mesh: Mesh | None = None,
     like: Any = None,
-) -> PartitionedArray:
+) -> Any:
     """Integers from minval to maxval - 1, equally likely to one part in 2^64 / (maxval - minval).
 
     Arguments as for `uniform`. Raises SpecError for bounds that the dtype cannot hold, or an empty interval.

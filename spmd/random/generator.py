@@ -50,7 +50,7 @@ class Generator:
 
 
 @api_boundary
-def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) -> Any:
+def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) -> np.random.Generator:
     """A random generator as of `numpy.random.default_rng`, for bodies, where NumPy's global state must not be used.
 
     seed: one or several non-negative integers, different for each use, such as (seed, step). axis_name: workers with
@@ -83,4 +83,4 @@ def default_rng(seed: int | Sequence[int], axis_name: str | Sequence[str] = ()) 
     # The names distinguish streams along different axes.
     spawn_key = (zlib.crc32(" ".join(axes).encode()), worker.group(axes).index) if axes else ()
     stream = np.random.SeedSequence([int(s) for s in seeds], spawn_key=spawn_key)
-    return Generator(np.random.default_rng(stream), axes)
+    return Generator(np.random.default_rng(stream), axes)  # type: ignore[return-value] - it has NumPy's methods

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from spmd import kernels
+from spmd.autodiff.static_array import AnyArray
 from spmd.autodiff.tracer import value_of
 from spmd.errors import SpecError, describe
 from spmd.random.arguments import Shape, checked_shape, key_words, varying_axes
@@ -18,7 +19,7 @@ __all__ = ["fold_in", "key", "split"]
 
 
 @api_boundary
-def key(seed: int) -> np.ndarray:
+def key(seed: int) -> AnyArray:
     """The key of a seed, an integer from 0 to 2^64 - 1: an array of two uint32.
 
     >>> spmd.random.key(42)
@@ -40,7 +41,7 @@ def key(seed: int) -> np.ndarray:
 
 
 @api_boundary
-def split(key: Any, num: Shape = 2) -> Any:
+def split(key: Any, num: Shape = 2) -> AnyArray:
     """New keys, uint32 of shape (num, 2): `a, b = split(key)`. num: a number, or a shape. The old key is used up.
 
     >>> first, second = spmd.random.split(spmd.random.key(0))
@@ -52,7 +53,7 @@ def split(key: Any, num: Shape = 2) -> Any:
 
 
 @api_boundary
-def fold_in(key: Any, data: Any) -> Any:
+def fold_in(key: Any, data: Any) -> AnyArray:
     """A new key from a key and an integer from 0 to 2^62, such as a step, a layer, or `spmd.axis_index`.
 
     >>> key = spmd.random.key(0)

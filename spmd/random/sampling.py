@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from spmd import kernels
 from spmd.array import PartitionedArray
+from spmd.autodiff.static_array import AnyArray
 from spmd.errors import LayoutError, SpecError, describe
 from spmd.global_ops.call import global_value
 from spmd.global_ops.resharding import reshard
@@ -23,9 +25,23 @@ from spmd.tracebacks import api_boundary
 
 __all__ = ["categorical", "choice", "permutation"]
 
+Rows = TypeVar("Rows", bound=AnyArray)
+
+
+@overload
+def categorical(key: Any, logits: PartitionedArray, axis: int = ..., *, spec: P | None = ...) -> PartitionedArray: ...
+
+
+@overload
+def categorical(key: Any, logits: Any, axis: int = ..., *, spec: P) -> PartitionedArray: ...
+
+
+@overload
+def categorical(key: Any, logits: Any, axis: int = ..., *, spec: None = ...) -> AnyArray: ...
+
 
 @api_boundary
-def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None) -> PartitionedArray:
+def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None) -> Any:
     """A class for each row, with probabilities softmax(logits) along an axis, by the Gumbel-max method.
 
     spec: in a body, the split of the whole logits; the axis must be whole. Outside of bodies, how to lay logits out;
@@ -64,6 +80,14 @@ def categorical(key: Any, logits: Any, axis: int = -1, *, spec: P | None = None)
     return np.argmax(logits + noise, axis=axis)
 
 
+@overload
+def permutation(key: Any, x: Rows) -> Rows: ...
+
+
+@overload
+def permutation(key: Any, x: int | Sequence[Any]) -> AnyArray: ...
+
+
 @api_boundary
 def permutation(key: Any, x: Any) -> Any:
     """The integers 0 to x - 1, or the rows of an array, in random order. Whole on every worker.
@@ -98,6 +122,14 @@ def _random_order(key, n: int):
     where = "spmd.random.permutation"
     sort = lambda words: words.argsort(kind="stable") if not kernels.on_device(words) else words.argsort()
     return draw(where, key, "random_bits", np.dtype(np.uint64), Place((n,)), transform=sort)
+
+
+@overload
+def choice(key: Any, a: Rows, shape: Shape = ..., replace: bool = ..., p: Any = ...) -> Rows: ...
+
+
+@overload
+def choice(key: Any, a: int | Sequence[Any], shape: Shape = ..., replace: bool = ..., p: Any = ...) -> AnyArray: ...
 
 
 @api_boundary

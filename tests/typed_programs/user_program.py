@@ -142,6 +142,7 @@ def functions(x: Array) -> None:
 def random_numbers() -> spmd.PartitionedArray:
     key = spmd.random.key(0)
     first, second = spmd.random.split(key)
+    assert_type(spmd.random.normal(first, (4, 3)), Array)
     noise = spmd.random.normal(first, (4, 3), spec=P("data"))
     assert_type(noise, spmd.PartitionedArray)
     return noise + spmd.random.uniform(second, (4, 3), spec=P("data"))
@@ -168,9 +169,44 @@ def saving(w: Array, folder: Path) -> None:
 
 
 def linear_operators(x: Array) -> None:
-    A = spmd.linear_operator(lambda a: 3.0 * a, P("data"), P("data"), shape=(4, 3))  # pyright: ignore
+    A = spmd.linear_operator(lambda a: 3.0 * a, P("data"), P("data"), shape=(4, 3))
     assert_type(A, spmd.linear.LinearOperator)
-    print(A @ spmd.put(x, P("data")), A.domain)
+    assert_type(2 * A + A.H @ A, spmd.linear.LinearOperator)
+    assert_type(spmd.linear.VStack(A, A).H, spmd.linear.LinearOperator)
+    print(A @ spmd.put(x, P("data")), A.domain, A.shape, A.dtype)
+    report = spmd.check_adjoint(A)
+    print(report.trials, report.entries)
+
+
+# Loops, branches, and changed copies
+
+
+def add(total: Array, x: Array) -> tuple[Array, Array]:
+    return total + x, total
+
+
+def loops(x: Array) -> None:
+    total, partial = spmd.scan(add, np.zeros(3), x)
+    assert_type(total, Array)
+    assert_type(partial, Array)
+    assert_type(spmd.scan(add, np.zeros(3), x, reverse=True, checkpoint="sqrt"), tuple[Array, Array])
+    doubled_often = spmd.while_loop(lambda u: u < 100.0, lambda u: 2.0 * u, 1.0)
+    print(float(doubled_often))
+    assert_type(spmd.fori_loop(0, 3, lambda i, u: u + i, 0.0), Array)
+    print(spmd.cond(total.sum() > 0, square, lambda u: u, x).shape)
+    (product,) = spmd.hvp(size, (x,), (x,))
+    assert_type(product, Array)
+    assert_type(spmd.at(x)[0].set(1.0), Array)
+    assert_type(spmd.put(x, P("data")).at[0].add(1.0), spmd.PartitionedArray)
+
+
+def seen(w: Array, x: Array, y: Array, folder: Path) -> None:
+    with spmd.ledger() as log:
+        loss(w, x, y)
+    print(log, log.bytes, [row.operator for row in log.rows()])
+    with spmd.profile(folder / "trace.json") as profile:
+        loss(w, x, y)
+    print(profile.seconds, [row.name for row in profile.rows()])
 
 
 def main(folder: Path) -> None:
@@ -184,9 +220,8 @@ def main(folder: Path) -> None:
         print(random_numbers())
         saving(training(x, y), folder)
         linear_operators(x)
-        with spmd.ledger() as log:
-            loss(np.ones((3, 2)), x, y)
-        print(log)
+        loops(x)
+        seen(np.ones((3, 2)), x, y, folder)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,9 @@ except ImportError as error:
         )
     ) from error
 
+if TYPE_CHECKING:  # Before what has the name of one of spmd's and takes its place.
+    from spmd import *  # noqa: F403
+
 import spmd
 from spmd.bridge.torch import functions, in_place_checks, loader_states, nn, transforms, user_functions  # noqa: F401
 from spmd.bridge.torch.collate import Collate
@@ -57,9 +60,6 @@ from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tie import tie
 from spmd.lazy_imports import missing_name_error
 from spmd.tracebacks import api_boundary
-
-if TYPE_CHECKING:
-    from spmd import *  # noqa: F403
 
 __all__ = [
     "Batches",
@@ -98,6 +98,8 @@ __all__ = [
     "vocab",
     "whole",
 ]
+if TYPE_CHECKING:
+    __all__ += spmd.__all__
 
 
 def _shared() -> list[str]:

@@ -8,11 +8,12 @@ through the graphs of all workers. A second derivative is a map of the arguments
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 
 from spmd import mapping
+from spmd.autodiff.signatures import Parameters, Result
 from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.interop import check_device, shaped_like
 from spmd.bridge.torch.map_call import MapCall
@@ -32,13 +33,18 @@ __all__ = ["TorchMapped", "map"]
 @overload
 def map(
     f: None = None, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
-) -> Callable[[Callable], TorchMapped]: ...
+) -> TorchMapDecorator: ...
 
 
 @overload
 def map(
-    f: Callable, in_specs: Any = ..., out_specs: Any = ..., *, mesh: Mesh | None = ..., check: bool = ...
-) -> TorchMapped: ...
+    f: Callable[Parameters, Result],
+    in_specs: Any = ...,
+    out_specs: Any = ...,
+    *,
+    mesh: Mesh | None = ...,
+    check: bool = ...,
+) -> TorchMapped[Parameters, Result]: ...
 
 
 @api_boundary
@@ -79,7 +85,13 @@ def map(
     return mapped
 
 
-class TorchMapped(Mapped):
+class TorchMapDecorator(Protocol):
+    """What `spt.map` returns if it is given no body."""
+
+    def __call__(self, f: Callable[Parameters, Result], /) -> TorchMapped[Parameters, Result]: ...
+
+
+class TorchMapped(Mapped[Parameters, Result]):
     """A body in torch with its specs; see `spt.map`."""
 
     __value_and_grad__: Any = None  # torch differentiates it
@@ -91,7 +103,7 @@ class TorchMapped(Mapped):
         super().__init__(f, in_specs, out_specs, mesh, check, where)
 
     @api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         return _called(self, args, kwargs)
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
