@@ -93,7 +93,7 @@ class BlockGrids:
 
 
 def format_workers(workers: Sequence[int], groups_shown: int = 4) -> str:
-    """Worker numbers as text: `0-3, 8, 10`. Of more groups than are shown the first two and the last, if that is shorter."""
+    """Worker numbers as text: `0-3, 8, 10`. Of more groups than are shown the first two and the last, if shorter."""
     groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
     texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
     full, short = ", ".join(texts), ", ".join([*texts[:2], "...", *texts[-1:]])

@@ -41,7 +41,7 @@ def field(
     and the index. cmap: of Matplotlib; the default is read alike by people who cannot tell red from green. vmin,
     vmax: the values at the ends of the colours, or of the axis of a line; by default the least and the greatest of the
     array. Give both to pictures that are compared. aspect: of an image: "auto" fills the Axes, "equal" makes entries
-    square, a number is the height of an entry over its width. ax: the Axes to draw on; by default those of a new figure.
+    square, a number is the height of an entry over its width. ax: the Axes to draw on; by default of a new figure.
     Above and beside the picture stand the workers of each block, lines lie between blocks. Returns the Axes.
     Collective: all processes call it, and each gets the picture. Cost: the array, or the slice, to each process.
     Raises LayoutError for an array without dimensions, DtypeError for complex values and for what are no numbers,
