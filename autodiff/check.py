@@ -80,10 +80,7 @@ def check_vjp(
     gs = [_random_like(rng, y) for y in ys]
     vs = [_random_like(rng, x) for x in xs]
     arg_cotangents = pull(tree.unflatten(out_tree, gs))
-    for path, x, p in zip(paths, xs, arg_cotangents, strict=True):
-        have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
-        if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
-            raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
+    _compare_types(f, paths, xs, arg_cotangents)
     point = _Point(fun, paths, xs, ys, gs, vs, arg_cotangents)
     wide = _in_double(point) if coarse > _DOUBLE else None
     if wide is not None:
@@ -192,6 +189,14 @@ def _compare_values(f: Callable, traced: list, bare: list, eps: float) -> None:
         if not np.allclose(_wide(y), _wide(plain), rtol=bound, atol=bound, equal_nan=True):
             mend = "make f deterministic if it draws numbers; else correct its composition or its rule"
             raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not", mend)
+
+
+def _compare_types(f: Callable, paths: Sequence[str], xs: Sequence[Any], arg_cotangents: Sequence[Any]) -> None:
+    """Raise where a cotangent has another shape or dtype than its argument."""
+    for path, x, p in zip(paths, xs, arg_cotangents, strict=True):
+        have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
+        if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
+            raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
 
 
 class _Point(NamedTuple):
