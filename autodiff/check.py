@@ -57,7 +57,8 @@ def check_vjp(
     For a function that computes in single precision whatever it is given the finite difference is taken there, within
     5e-3 · S; in half precision such a function cannot be checked, which is an error.
 
-    Raises AssertionError, which names the argument that is most wrong.
+    Global arrays among the arguments and results stay split, and all processes call the check: the numbers are the same
+    on all transports. Raises AssertionError, which names the argument that is most wrong.
 
         >>> wrong = spmd.custom_vjp(lambda x: x**2)
         >>> wrong.defvjp(lambda x: (x**2, x), lambda x, g: (g * x,))
@@ -79,10 +80,7 @@ def check_vjp(
     gs = [_random_like(rng, y) for y in ys]
     vs = [_random_like(rng, x) for x in xs]
     arg_cotangents = pull(tree.unflatten(out_tree, gs))
-    for path, x, p in zip(paths, xs, arg_cotangents, strict=True):
-        have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
-        if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
-            raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
+    _compare_types(f, paths, xs, arg_cotangents)
     point = _Point(fun, paths, xs, ys, gs, vs, arg_cotangents)
     wide = _in_double(point) if coarse > _DOUBLE else None
     if wide is not None:
@@ -193,6 +191,14 @@ def _compare_values(f: Callable, traced: list, bare: list, eps: float) -> None:
             raise _failure(f, f"result {k}", f"{y} where traced", f"{plain}, as where not", mend)
 
 
+def _compare_types(f: Callable, paths: Sequence[str], xs: Sequence[Any], arg_cotangents: Sequence[Any]) -> None:
+    """Raise where a cotangent has another shape or dtype than its argument."""
+    for path, x, p in zip(paths, xs, arg_cotangents, strict=True):
+        have, need = (np.shape(p), getattr(p, "dtype", None)), (np.shape(x), getattr(x, "dtype", None))
+        if have[0] != need[0] or (need[1] is not None and have[1] != need[1]):
+            raise _failure(f, path, f"a cotangent {have[1]}{list(have[0])}", f"{need[1]}{list(need[0])}")
+
+
 class _Point(NamedTuple):
     """A function at the checked point: argument paths and values, results, their cotangents, directions, and the
     cotangents of the arguments."""
@@ -270,7 +276,7 @@ def _compare_precisions(point: _Point, wide: _Point, atol: float, rtol: float) -
     """Raise if the pullback in lower precision differs from the one in double precision."""
     bound = atol + rtol * wide.scale
     for path, p, w, v in zip(point.paths, point.arg_cotangents, wide.arg_cotangents, wide.vs, strict=True):
-        if not np.sum(np.abs(_wide(p) - w) * np.abs(v)) <= bound:
+        if not float(np.sum(np.abs(_wide(p) - w) * np.abs(v))) <= bound:
             raise _failure(point.fun, path, f"{p} by the pullback", f"{w}, that in double, within {bound:.2g}")
 
 
@@ -305,18 +311,24 @@ def _wide(x):
     """x in double precision."""
     x = value_of(x)
     kind = kind_of(x)
-    return x if kind not in ("f", "c") or not hasattr(x, "dtype") else np.asarray(x, float if kind == "f" else complex)
+    if kind not in ("f", "c") or not hasattr(x, "dtype"):
+        return x
+    return x.astype(float if kind == "f" else complex, copy=False)  # a global array stays split
 
 
 def _random_like(rng, x):
-    """Random numbers of x's shape and dtype, of size about one; of an integer zeros of dtype float0."""
+    """Random numbers of x's shape and dtype, of size about one, laid out as x; of an integer zeros of dtype float0.
+
+    Each process draws all of them, so that they depend neither on the layout nor on the transport.
+    """
     kind = kind_of(x)
     if kind not in ("f", "c"):
         return zeros_like(x) if kind == "i" else x
     numbers = rng.uniform(0.5, 1, np.shape(x)) * rng.choice([-1, 1], np.shape(x))
     if kind == "c":
         numbers = numbers * np.exp(2j * np.pi * rng.uniform(size=np.shape(x)))
-    return np.asarray(numbers).astype(getattr(x, "dtype", type(x)))
+    numbers = np.asarray(numbers).astype(getattr(x, "dtype", type(x)))
+    return np.asarray(numbers, like=x) if hasattr(x, "__array_function__") else numbers
 
 
 def _counts(g) -> bool:
@@ -330,8 +342,8 @@ def _moved(x, h: float, v):
 
 
 def _dot(a, b) -> float:
-    """Re Σ a b, in double precision."""
-    return float(np.sum(np.asarray(a, complex) * np.asarray(b, complex)).real)
+    """Re Σ a b, in double precision. Of global arrays each worker multiplies its blocks."""
+    return float(np.real(np.sum(_wide(a) * _wide(b))))
 
 
 def _excess(numeric: float, exact: float, bound: float) -> float:

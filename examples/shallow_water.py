@@ -48,8 +48,7 @@ def draw(path, truth, found, gauges, misfits) -> None:
     *maps, curve = figure.subplots(1, 3)
     _, rows, columns = np.nonzero(gauges)
     for ax, name, height in zip(maps, ("true height and gauges", "found height"), (truth, found), strict=True):
-        spmd.plot.field(spmd.put(height, PLANE), title=name, ax=ax)
-        ax.images[0].set_clim(truth.min(), truth.max())
+        spmd.plot.field(spmd.put(height, PLANE), title=name, vmin=truth.min(), vmax=truth.max(), ax=ax)
     maps[0].plot(columns, rows, "o", color="#D55E00", markeredgecolor="white")
     curve.semilogy(misfits, ".-", color="black")
     curve.set(title="misfit", xlabel="iteration")

@@ -127,10 +127,10 @@ def draw(path: str, truth, start, found, values) -> None:
 
     figure = Figure(figsize=(17, 3.8), layout="constrained")
     *maps, curve = figure.subplots(1, 4)
+    colours = {"cmap": "terrain", "vmin": truth.min(), "vmax": truth.max()}
     for ax, field, title in zip(maps, (truth, start, found), ("true", "start", "found"), strict=True):
         title = f"squared speed (Δt c / Δx)², {title}"
-        spmd.plot.field(spmd.put(field, P("x", "y")), title=title, cmap="terrain", ax=ax)
-        ax.images[0].set_clim(truth.min(), truth.max())
+        spmd.plot.field(spmd.put(field, P("x", "y")), title=title, ax=ax, **colours)
     curve.semilogy(np.array(values) / values[0], "k.-")
     curve.set(title="misfit", xlabel="iteration", ylabel="relative to the start")
     curve.grid(alpha=0.3)

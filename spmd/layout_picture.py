@@ -93,10 +93,11 @@ class BlockGrids:
 
 
 def format_workers(workers: Sequence[int], groups_shown: int = 4) -> str:
-    """Worker numbers as text: `0-3, 8, 10`. Of more groups than are shown the first two and the last."""
+    """Worker numbers as text: `0-3, 8, 10`. Of more groups than are shown the first two and the last, if shorter."""
     groups = [[w for _, w in g] for _, g in itertools.groupby(enumerate(workers), lambda kw: kw[1] - kw[0])]
     texts = [f"{g[0]}-{g[-1]}" if len(g) > 2 else ", ".join(map(str, g)) for g in groups]
-    return ", ".join(texts if len(texts) <= groups_shown else [*texts[:2], "...", texts[-1]])
+    full, short = ", ".join(texts), ", ".join([*texts[:2], "...", *texts[-1:]])
+    return full if len(texts) <= groups_shown or len(full) <= len(short) else short
 
 
 def _draw_boxes(cells: list[list[Lines]], rows: list[Lines], columns: list[Lines], marks: str, width: int) -> list[str]:

@@ -16,6 +16,7 @@ import spmd
 from spmd import Layout, P
 from spmd.layout_picture import format_workers
 from spmd.ledger import Ledger
+from spmd.plot.canvas import pixels_per_unit
 from spmd.representations.colours import COLOURS
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -178,6 +179,40 @@ def test_an_image_shows_its_values_and_where_it_is_split(axes, cuts):
     for edges, cut in ((rows, layout.cuts[0]), (columns, layout.cuts[1])):
         assert edges == sorted({i - 0.5 for i in np.cumsum(cut) if 0 < i < sum(cut)})
     assert not collide(boxes(ax, [*shown_ticks(ax), ax.title, ax.xaxis.label, ax.yaxis.label]))
+
+
+def test_pictures_that_are_compared_share_their_colours_and_their_aspect():
+    mesh = spmd.Mesh(x=2, y=3)
+    found = [spmd.put(factor * np.arange(48.0).reshape(6, 8), P("x", "y"), mesh) for factor in (1, 2)]
+    for x, ax in zip(found, pyplot.subplots(1, 2, figsize=(9, 5))[1], strict=True):
+        spmd.plot.field(x, vmin=-1, vmax=50, aspect="equal", ax=ax)
+        assert ax.images[0].get_clim() == (-1, 50)
+        assert not collide(boxes(ax, [*shown_ticks(ax), ax.title]))
+        across, down = pixels_per_unit(ax)
+        assert across == pytest.approx(down)
+    line = spmd.plot.field(found[0][0], vmax=50)
+    assert line.get_ylim()[1] == 50
+    assert line.get_ylim()[0] < 0, "the lower end is that of the values"
+
+
+@pytest.mark.parametrize("size", [(6.4, 4.8), (10, 5)])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y")], ids=str)
+def test_a_title_is_within_a_figure_of_the_usual_margins(size, spec):
+    figure, (ax, _) = pyplot.subplots(1, 2, figsize=size)
+    spmd.plot.field(spmd.put(np.ones((30, 23)), spec, spmd.Mesh(x=2, y=3)), ax=ax)
+    (title,) = boxes(ax, [ax.title])
+    assert title.y1 <= figure.bbox.y1
+    assert not collide([title, *boxes(ax, [label for a in ax.child_axes for label in (a.xaxis.label, a.yaxis.label)])])
+    colours = figure.axes[-1].get_window_extent()
+    assert all(box.x1 < colours.x0 for a in ax.child_axes for box in boxes(ax, [a.yaxis.label]))
+
+
+def test_workers_are_abbreviated_where_that_is_shorter():
+    assert format_workers([0, 2, 4], 2) == "0, 2, 4"
+    assert format_workers([0, 20, 40, 60], 2) == "0, 20, 40, 60"
+    assert format_workers([0, 20, 400, 402, 600], 2) == "0, 20, ..., 600"
+    assert format_workers(range(0, 20, 2), 2) == "0, 2, ..., 18"
+    assert format_workers([0, 1, 2, 5], 1) == "0-2, 5"
 
 
 def test_slices_of_more_dimensions():

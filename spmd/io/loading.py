@@ -331,7 +331,7 @@ class _Loading:
             got="; ".join(got),
             need="the leaves that were saved",
             mend="names=[...] loads some; rename=f maps names of like to those of the checkpoint; strict=False leaves "
-            "what is missing as it is",
+            "what is missing as it is, and does not read what is unexpected",
         )
 
     def leaf(self, name: str, like: Any) -> Any:

@@ -48,6 +48,7 @@ def pixels_per_unit(ax: Any) -> tuple[float, float]:
 
 def size_in_points(ax: Any) -> tuple[float, float]:
     """The width and height of the axes."""
+    ax.apply_aspect()
     box = ax.get_window_extent()
     return box.width * 72.0 / ax.figure.dpi, box.height * 72.0 / ax.figure.dpi
 

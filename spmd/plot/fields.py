@@ -29,14 +29,19 @@ def field(
     *,
     title: str | None = None,
     cmap: str = "cividis",
+    vmin: float | None = None,
+    vmax: float | None = None,
+    aspect: str | float = "auto",
     ax: Any = None,
 ) -> Any:
     """Draw the values of an array of one dimension as a line, of two as an image, and where it is split.
 
     array: a global array, or one of NumPy, which has no split. at: with more than two dimensions, the index in each of
     the first ones, of which the picture shows the slice; by default the middle. title: by default the shape, the spec
-    and the index. cmap: of Matplotlib; the default is read alike by people who cannot tell red from green. ax: the
-    Axes to draw on; by default those of a new figure.
+    and the index. cmap: of Matplotlib; the default is read alike by people who cannot tell red from green. vmin,
+    vmax: the values at the ends of the colours, or of the axis of a line; by default the least and the greatest of the
+    array. Give both to pictures that are compared. aspect: of an image: "auto" fills the Axes, "equal" makes entries
+    square, a number is the height of an entry over its width. ax: the Axes to draw on; by default of a new figure.
     Above and beside the picture stand the workers of each block, lines lie between blocks. Returns the Axes.
     Collective: all processes call it, and each gets the picture. Cost: the array, or the slice, to each process.
     Raises LayoutError for an array without dimensions, DtypeError for complex values and for what are no numbers,
@@ -57,11 +62,12 @@ def field(
     ax = new_axes(_WHERE, ax, 6.0, 3.5 if values.ndim == 1 else 4.5)
     if values.ndim == 1:
         _line(ax, values, layout)
+        ax.set_ylim(vmin, vmax)
     else:
-        _image(ax, values, layout, cmap, array.ndim)
+        _image(ax, values, layout, {"cmap": cmap, "vmin": vmin, "vmax": vmax, "aspect": aspect}, array.ndim)
     _number_axes(ax, values)
-    # The pad leaves room for the workers above the picture.
-    ax.set_title(_title(array, index) if title is None else title, fontsize="medium", pad=18, parse_math=False)
+    # Matplotlib raises the title above the workers; a small pad keeps it within a figure of the usual margins.
+    ax.set_title(_title(array, index) if title is None else title, fontsize="medium", pad=4, parse_math=False)
     return ax
 
 
@@ -126,11 +132,12 @@ def _number_axes(ax: Any, values: np.ndarray) -> None:
         ax.text(0.5, 0.5, "no entries", transform=ax.transAxes, ha="center", va="center")
 
 
-def _image(ax: Any, values: np.ndarray, layout: Layout | None, cmap: str, ndim: int) -> None:
+def _image(ax: Any, values: np.ndarray, layout: Layout | None, how: dict[str, Any], ndim: int) -> None:
+    """how: keywords of `imshow`."""
     rows, columns = values.shape
     if values.size:
-        image = ax.imshow(values, cmap=cmap, aspect="auto", interpolation="nearest")
-        ax.figure.colorbar(image, ax=ax, pad=0.12 if layout is not None else 0.03)
+        image = ax.imshow(values, interpolation="nearest", **how)
+        ax.figure.colorbar(image, ax=ax, pad=_room_for_workers(ax, layout))
     ax.set_xlim(-0.5, max(1, columns) - 0.5)
     ax.set_ylim(max(1, rows) - 0.5, -0.5)
     ax.set_xlabel(f"index in dimension {ndim - 1}")
@@ -147,6 +154,14 @@ def _image(ax: Any, values: np.ndarray, layout: Layout | None, cmap: str, ndim: 
         ax.axvline(edge - 0.5, color="white", linewidth=1.2, path_effects=rim)
     _name_blocks(ax, layout, 1, "x")
     _name_blocks(ax, layout, 0, "y")
+
+
+def _room_for_workers(ax: Any, layout: Layout | None) -> float:
+    """The room between an image and its colours, as a fraction of the width of the axes."""
+    if layout is None or len(layout.cuts[0]) == 1:
+        return 0.03
+    letters = max(len(format_workers(_workers(layout, 0, k), 2)) for k in range(len(layout.cuts[0])))
+    return min(0.4, (22 + 4.5 * letters) / size_in_points(ax)[0])
 
 
 def _inner(at: Sequence[int]) -> list[int]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from launch import PROGRAMS, launch, mpiexec
+from mpi_programs import checking
 
 from spmd.autodiff import check_grads, check_vjp, custom_jvp, custom_vjp
 from spmd.autodiff.check import tolerance
@@ -186,3 +190,15 @@ def test_what_else_is_checked():
     check_grads(inside, (np.ones(2),), 1)
     with pytest.raises(AssertionError, match="the pullback of inside"):
         check_grads(inside, (np.ones(2),), 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_arguments_that_are_split_give_the_same_numbers_on_every_transport():
+    here = checking.results()
+    passed = {name for name, text in here.items() if text == "passed"}
+    assert passed == {name for name in here if "1.0" in name}
+    assert all("correct the derivative rule" in text for name, text in here.items() if name not in passed)
+    ended = launch(PROGRAMS / "checking.py")
+    assert ended.returncode == 0, ended
+    assert json.loads(ended.stdout) == here

@@ -346,7 +346,7 @@ LOADING = [
             "argument like",
             "missing in the checkpoint: 'y'; unexpected there: 'z', 'n'",
             "the leaves that were saved",
-            "strict=False",
+            "does not read what is unexpected",
         ),
         (
             "another shape",
