@@ -73,9 +73,15 @@ def _functions() -> dict[Any, Callable[[Any, dict], bool]]:
 _draws: dict[Any, Callable[[Any, dict], bool] | None] = dict(_functions())
 
 
-def draws_now(func: Any, args: Any, kwargs: dict) -> bool:
-    """Whether this call of a function draws, or may draw, from torch's own generator."""
+_BY_KEYS = _dropout, _attention, _multi_head_attention, _recurrent
+"""Of tensors that stand for a whole these functions draw keys themselves, and they may exchange something."""
+
+
+def draws_now(func: Any, types: Any, args: Any, kwargs: dict) -> bool:
+    """Whether this call of a function draws, or may draw, from torch's own generator. types: those of its tensors."""
     kind = _draws.get(func)
+    if kind in _BY_KEYS and any(hasattr(t, "__spmd_partitioned__") for t in types):
+        return False
     if kind is None:
         if not isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket) or func in _draws:
             return False

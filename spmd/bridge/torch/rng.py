@@ -170,7 +170,7 @@ class BodyMode(TorchFunctionMode):
             with _without_subclasses():
                 return func(*args)
         kwargs = kwargs or {}
-        if draws_now(func, args, kwargs):
+        if draws_now(func, types, args, kwargs):
             return _draw(lambda: _call_function(func, types, args, kwargs), common_state(args, kwargs))
         return _call_function(func, types, args, kwargs)
 
