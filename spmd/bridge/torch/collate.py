@@ -26,6 +26,11 @@ class Collate:
     dataset: gives the sample, `dataset[0]`. collate_fn: by default torch's `default_collate`. It gets all other lists
     unchanged. Raises TypeError if its results have no length. A collate_fn that takes an empty list itself needs no
     `Collate`.
+
+        >>> data = torch.utils.data.TensorDataset(torch.ones(5, 3), torch.arange(5))
+        >>> x, labels = spt.Collate(data)([])  # a worker without samples
+        >>> x.shape, labels.shape
+        (torch.Size([0, 3]), torch.Size([0]))
     """
 
     @api_boundary

@@ -406,5 +406,10 @@ def operator(op: Operator) -> OperatorFunction:
     """An operator of `spmd.operators` as a function of this worker's tensor, in eager and in compiled bodies.
 
     Forward: y = A x. Gradient: A.H g, in the state-aware inner product; its own gradient is A again.
+
+        >>> from spmd.operators.gather import AllGather
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(spt.operator(AllGather(("x",), 0, True)), P("x"), P("x"))(torch.arange(2.0))
+        tensor([0., 1., 0., 1.])
     """
     return OperatorFunction(op)

@@ -71,6 +71,14 @@ def data_parallel(
     alone, for an x that is the same on all workers. See `DataParallel` for backward.
     Raises MeshError outside of bodies and on another mesh, StateError for a module that two workers share,
     MismatchError where modules differ.
+
+        >>> def body(x):
+        ...     model = spt.data_parallel(torch.nn.Linear(3, 1), "data", reduction="mean")
+        ...     model(x).mean().backward()
+        ...     return model.module.weight.grad
+        >>> with spmd.Mesh(data=2):
+        ...     spt.map(body, P("data"), P())(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]))
+        tensor([[2., 2., 2.]])
     """
     return DataParallel(
         module,
@@ -100,6 +108,13 @@ class DataParallel(nn.Module):
 
     `state_dict()`, `load_state_dict()`, `named_parameters()` and attributes are those of the module, which is
     `model.module`. Frozen parameters are not sent. They may be unfrozen later.
+
+        >>> def body(x):
+        ...     model = spt.data_parallel(torch.nn.Linear(3, 1), "data", reduction="mean")
+        ...     return isinstance(model, spt.DataParallel), model(x).shape
+        >>> with spmd.Mesh(data=2):
+        ...     spt.map(body, P("data"), None)(torch.ones(4, 3))
+        (True, torch.Size([2, 1]))
     """
 
     module: nn.Module

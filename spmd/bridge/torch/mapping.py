@@ -76,6 +76,13 @@ def map(
 
     Raises SpecError, LayoutError or StateError that name the argument or result by its path; MeshError without mesh;
     TransportError on a mesh with scheduler="lockstep".
+
+        >>> w = torch.ones(3, requires_grad=True)
+        >>> loss = spt.map(lambda w, x: spt.psum((x @ w).sum(), "x"), in_specs=(P(), P("x")), out_specs=P())
+        >>> with spmd.Mesh(x=2):
+        ...     loss(w, torch.arange(12.0).reshape(4, 3)).backward()
+        >>> w.grad
+        tensor([18., 22., 26.])
     """
     if f is not None and callable(f) and REQUIRED not in (in_specs, out_specs):
         return TorchMapped(f, in_specs, out_specs, mesh, check)

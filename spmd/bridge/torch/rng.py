@@ -61,6 +61,15 @@ def drawing(generator: torch.Generator | int | None = None) -> Iterator[None]:
     generator. Elsewhere in a body it seeds another generator of this worker, which torch's functions use and `drawing`
     does not. Outside of bodies, None is torch's own generator.
     Raises StateError for a generator that another worker uses too: its numbers would depend on timing.
+
+        >>> def body():
+        ...     with spt.drawing(0):
+        ...         return torch.nn.Linear(2, 2).weight.detach()
+        >>> _ = torch.manual_seed(0)
+        >>> whole = torch.nn.Linear(2, 2)
+        >>> with spmd.Mesh(x=3):
+        ...     torch.equal(spt.map(body, (), P())(), whole.weight)
+        True
     """
     worker = WORKER.get()
     if generator is None and (worker is None or _drawing.get()):

@@ -73,6 +73,9 @@ class DistributedSampler(Sampler[int]):
 
     Raises TypeError for a dataset without indices or length and for arguments that are not integers, ValueError for
     numbers out of range, MeshError if the workers are not specified.
+
+        >>> [list(spt.DistributedSampler(range(7), 2, rank, shuffle=False, batch_size=4)) for rank in range(2)]
+        [[0, 1, 4, 5], [2, 3, 6]]
     """
 
     @api_boundary
@@ -306,6 +309,10 @@ class Batches(Sampler[list[int]]):
     `DataLoader(data, batch_sampler=sampler.batches, collate_fn=Collate(data))`. If a minibatch has fewer samples than
     there are workers, some lists are empty. Arrays take empty lists (`x[indices]`), and so does `DataLoader(data,
     sampler=sampler.batches, batch_size=None)` if the dataset takes lists. Collation needs `Collate`.
+
+        >>> batches = spt.Batches(spt.DistributedSampler(range(7), 2, 1, shuffle=False, batch_size=4))
+        >>> list(batches)
+        [[2, 3], [6]]
     """
 
     @api_boundary

@@ -35,6 +35,10 @@ class GradScaler(torch.amp.GradScaler):
     Construct and use it in a body, on all workers of the mesh. device: by default that of the mesh. Other arguments and
     the results are those of torch's scaler in a program of one worker.
     Cost: one all-reduce of a number over the mesh for each optimiser and step.
+
+        >>> scaler = spt.GradScaler(init_scale=8.0)
+        >>> scaler.get_scale()
+        8.0
     """
 
     def __init__(self, device: str | None = None, *args: Any, **kwargs: Any):

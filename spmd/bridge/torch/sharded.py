@@ -53,6 +53,9 @@ class ShardedModule(nn.Module):
     whole, as a plain tensor that shares no memory with the module. `spt.state_dict(module, whole=False)` gives blocks.
     `load_state_dict` takes either. It copies this worker's block of whole tensors, and sends nothing. All have the keys
     of the same module without shards. Construct it in a body.
+
+        >>> issubclass(spt.nn.Linear, spt.ShardedModule)
+        True
     """
 
     _split: frozenset[str] = frozenset()
@@ -193,6 +196,13 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
 
     whole: True: every parameter whole, a plain tensor on every worker, which fits any mesh. Collective. False: blocks,
     as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent.
+
+        >>> def body():
+        ...     layer = spt.nn.Linear(2, 5, w_spec=P("x"))
+        ...     return {name: tuple(x.shape) for name, x in spt.state_dict(layer).items()}
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, (), None)()
+        {'weight': (5, 2), 'bias': (5,)}
     """
     with assigned(_saves_whole, whole):
         state = module.state_dict()
@@ -234,6 +244,14 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
 
     modules: a module, or several. norm_type: of the p-norm, above 0; infinity for the largest. In at least float32.
     Cost: one all-reduce of a number for each set of axes over which parameters lie. Collective; no gradient.
+
+        >>> def body():
+        ...     layer = spt.nn.Linear(2, 8, bias=False, w_spec=P("x"))
+        ...     layer.weight.grad = torch.ones_like(layer.weight)
+        ...     return spt.grad_norm(layer)  # of 16 entries, eight on each worker
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, (), P())()
+        tensor(4.0000, dtype=torch.float64)
     """
     p = float(norm_type)
     if not p > 0:
@@ -289,6 +307,15 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_`, for modules with parameters in blocks; see `grad_norm`. Returns the norm before
     scaling. Collective. With error_if_nonfinite, raises RuntimeError for a norm that is not finite.
+
+        >>> def body():
+        ...     layer = spt.nn.Linear(2, 4, bias=False, w_spec=P("x"))
+        ...     layer.weight.grad = torch.full_like(layer.weight, 3.0)
+        ...     before = spt.clip_grad_norm_(layer, 1.0)
+        ...     return before, spt.grad_norm(layer)
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, (), P())()
+        (tensor(8.4853, dtype=torch.float64), tensor(1.0000, dtype=torch.float64))
     """
     modules = modules if isinstance(modules, nn.Module) else list(modules)
     total = grad_norm(modules, norm_type)

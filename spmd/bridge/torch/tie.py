@@ -49,6 +49,14 @@ def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
 
     loss: a tensor; on a worker without a loss of its own `torch.zeros(())`. outputs: tensors of its graph, or none.
     Forward: the loss. Gradient: g to the loss, exact zeros to each output, even if the outputs hold infinities.
+
+        >>> def body(x):
+        ...     total = spt.psum(x.sum(), "x")
+        ...     loss = total * 2 if spt.is_main() else torch.zeros(())
+        ...     return spt.tie(loss, total)  # backward of all workers reaches the same collectives
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, P("x"), None, check=False)(torch.ones(4))
+        tensor(8.)
     """
     tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
     worker = WORKER.get()

@@ -56,6 +56,13 @@ class GlobalTensor(torch.Tensor):
     beside it counts as the whole, the same on all workers. All workers call the same functions in the same order.
     Raises LayoutError for functions that would need other workers' entries in a way that is not written yet; its
     message names the function and the mend.
+
+        >>> def body(x):
+        ...     whole = spt.GlobalTensor.from_block(x, P("x"))
+        ...     return whole.shape, whole.sum()  # of all workers
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, P("x"), (None, P()))(torch.arange(5.0))
+        (torch.Size([5]), tensor(10.))
     """
 
     __spmd_partitioned__ = True

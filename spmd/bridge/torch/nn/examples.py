@@ -265,9 +265,9 @@ tensor([2., 4.])
     "Layer": """
 >>> def body():
 ...     layer = spt.nn.Linear(4, 6, w_spec=P("x"))
-...     return isinstance(layer, spt.nn.Layer), tuple(spt.block(layer.weight).shape), layer.to_torch()
+...     return isinstance(layer, spt.nn.Layer), str(layer)
 >>> with spmd.Mesh(x=2):
 ...     spt.map(body, (), None)()
-(True, (3, 4), Linear(in_features=4, out_features=6, bias=True))
+(True, "Linear(in_features=4, out_features=6, bias=True, w_spec=P('x'))")
 """,
 }

@@ -54,6 +54,13 @@ class Parameter(PartitionedTensor, metaclass=_ParameterMeta):
     `load_state_dict` of the module takes whole tensors; `spt.state_dict(module)` gives them.
 
     Raises LayoutError where spec and shape do not fit, StateError for a whole that varies, MeshError outside of bodies.
+
+        >>> def body():
+        ...     w = spt.Parameter(torch.ones(4, 2), P("x"))
+        ...     return w.shape, tuple(w.block().shape)
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, (), None)()
+        (torch.Size([4, 2]), (2, 2))
     """
 
     _is_param = True

@@ -54,6 +54,13 @@ class PartitionedTensor(torch.Tensor):
     the layout of the whole. `state`: the axes besides those of the layout along which it varies.
     Elementwise functions keep the layout. Reductions and products over a split dimension give the value of the whole,
     and are collective. Other functions raise LayoutError.
+
+        >>> def body():
+        ...     w = spt.Parameter(torch.arange(3.0), P("x"))
+        ...     return isinstance(w.detach(), spt.PartitionedTensor), (2 * w.detach()).whole()
+        >>> with spmd.Mesh(x=2):
+        ...     spt.map(body, (), (None, P()))()
+        (True, tensor([0., 2., 4.]))
     """
 
     __spmd_partitioned__ = True

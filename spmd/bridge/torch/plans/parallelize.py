@@ -51,6 +51,17 @@ def parallelize(
     `torch.compile` leaves it as it is, in a graph break; with fullgraph=True it raises.
     Raises LayoutError for patterns that match nothing, for styles that do not fit, and in a call for functions that
     cannot be applied to what is split, naming the module and styles that would do.
+
+        >>> import copy
+        >>> net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        >>> def body(x):
+        ...     split = spt.parallelize(copy.deepcopy(net), {"0": spt.column("model"), "2": spt.row("model")})
+        ...     return split(x)
+        >>> x = torch.randn(4, 3)
+        >>> with spmd.Mesh(model=2):
+        ...     y = spt.map(body, P(), P())(x)
+        >>> torch.allclose(y, net(x), atol=1e-6)
+        True
     """
     where = "spt.parallelize"
     here(where)
@@ -242,6 +253,16 @@ def distribute_module(
     those that it leaves are whole on every worker. input_fn(module, inputs, mesh) gives the arguments of a call from
     those that it gets, and output_fn(module, outputs, mesh) the result. mesh: that of the body.
     In a body, on every worker. Raises LayoutError for another mesh.
+
+        >>> def split(name, module, mesh):
+        ...     if isinstance(module, torch.nn.Linear):
+        ...         module.weight = spt.Parameter(module.weight, P("model"))
+        ...         module.bias = spt.Parameter(module.bias, P("model"))
+        >>> def body(x):
+        ...     return spt.distribute_module(torch.nn.Linear(2, 5), None, split)(x).shape
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.ones(3, 2))
+        torch.Size([3, 5])
     """
     where = "spt.distribute_module"
     own = here(where).mesh

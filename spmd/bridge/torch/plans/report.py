@@ -76,6 +76,13 @@ class PlanReport(Printed):
     module: the class. axes: of the mesh. parameters, sent: rows. kept: by module, the bytes that forward keeps for
     backward. memory: by kind, the bytes of a worker: "parameters", "gradients", "states of Adam", "buffers",
     "kept for backward".
+
+        >>> def body(x):
+        ...     net = spt.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 6)), {"0": spt.whole()})
+        ...     return isinstance(spt.plan_report(net, x), spt.PlanReport)
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.ones(3, 2))
+        True
     """
 
     module: str
@@ -148,6 +155,18 @@ def plan_report(module: nn.Module, *example: Any, **options: Any) -> PlanReport:
     run. What is sent is counted as by `spmd.ledger`, and is assigned to the innermost module that runs, backward as
     forward. The memory kept for backward is that of tensors that functions of torch save, inputs too, parameters not.
     Cost: that of the step, and the report of each worker, sent to all. Raises LayoutError for what is no module.
+
+        >>> def body(x):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        ...     net = spt.parallelize(net, {"0": spt.column("model"), "2": spt.row("model")})
+        ...     return str(spt.plan_report(net, x)).splitlines()
+        >>> with spmd.Mesh(model=2):
+        ...     for line in spt.map(body, P(), None)(torch.ones(3, 2))[11:15]:
+        ...         print(line)
+        a step sends  module  operator  axes   calls  messages  bytes
+        -------------------------------------------------------------
+        forward       2       Sum       model      1         1     24
+        in all                          model                      24
     """
     where = "spt.plan_report"
     worker = here(where)

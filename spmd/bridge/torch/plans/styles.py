@@ -40,6 +40,9 @@ class Style:
 
     text: as the user writes it. apply(module, name) does it, in a body. kinds: the classes of modules that it is for;
     none: any module.
+
+        >>> isinstance(spt.column("model"), spt.Style)
+        True
     """
 
     text: str
@@ -69,6 +72,14 @@ def column(axis_name: AxisName, *, parts: int = 1) -> Style:
     For nn.Linear, convolutions and their transposes. The bias is split alike. Nothing is sent forward; backward one sum
     of the cotangent of x. parts: how many arrays of features one layer makes, as queries, keys and values: each is
     split. Megatron's first layer of a pair (Shoeybi et al., 2019).
+
+        >>> def body(x):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        ...     net = spt.parallelize(net, {"0": spt.column("model"), "2": spt.row("model")})
+        ...     return tuple(net[0].weight.block().shape), net(x).shape
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.ones(3, 2))
+        ((3, 2), torch.Size([3, 2]))
     """
     names = _names(axis_name, "column")
 
@@ -104,6 +115,14 @@ def row(axis_name: AxisName, *, sequence: int | None = None) -> Style:
     For nn.Linear, convolutions and their transposes. One sum over the workers forward, nothing backward; the bias is
     whole. sequence: a dimension of the result, such as 1, over which the sum is scattered (`spt.sequence`), for
     nn.Linear. Megatron's second layer of a pair.
+
+        >>> def body(x):
+        ...     net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.ReLU(), torch.nn.Linear(6, 2))
+        ...     net = spt.parallelize(net, {"0": spt.column("model"), "2": spt.row("model")})
+        ...     return tuple(net[2].weight.block().shape)  # some of the columns; one sum completes the result
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.ones(3, 2))
+        (2, 3)
     """
     names = _names(axis_name, "row")
 
@@ -121,6 +140,14 @@ def vocab(axis_name: AxisName) -> Style:
     """Rows of the table of an nn.Embedding are split; of an nn.Linear those of its weights, as a head that shares them.
 
     One sum over the workers forward (of an embedding).
+
+        >>> def body(ids):
+        ...     net = torch.nn.Sequential(torch.nn.Embedding(8, 4))
+        ...     net = spt.parallelize(net, {"0": spt.vocab("model")})
+        ...     return tuple(net[0].weight.block().shape), net(ids).shape
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.tensor([6, 0]))
+        ((4, 4), torch.Size([2, 4]))
     """
     names = _names(axis_name, "vocab")
 
@@ -146,6 +173,14 @@ def heads(
     values together, or one each, and one for the results. They are found by their names and lengths; else qkv names
     the layers ("c_attn", or ["q", "k", "v"]), out the last one, count the heads and kv_count those of keys and values.
     Heads need not divide the workers. One sum over the workers forward, one backward.
+
+        >>> def body(x):
+        ...     net = torch.nn.TransformerEncoderLayer(6, 3, 8, batch_first=True)
+        ...     net = spt.parallelize(net, {"self_attn": spt.heads("m"), "linear*": spt.whole()})
+        ...     return net(x).shape
+        >>> with spmd.Mesh(m=2):
+        ...     spt.map(body, P(), None)(torch.ones(1, 4, 6))
+        torch.Size([1, 4, 6])
     """
     names = _names(axis_name, "heads")
 
@@ -163,6 +198,14 @@ def sequence(axis_name: AxisName, dim: int = 1) -> Style:
 
     dim: of (sample, position, feature). Between a `column` layer behind it and a `row(..., sequence=dim)` layer the
     positions are whole (Korthikanti et al., 2022).
+
+        >>> def body(x):
+        ...     net = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+        ...     net = spt.parallelize(net, {"0": spt.sequence("model")})
+        ...     return net(x).shape
+        >>> with spmd.Mesh(model=2):
+        ...     spt.map(body, P(), None)(torch.ones(2, 5, 4))
+        torch.Size([2, 5, 4])
     """
     names = _names(axis_name, "sequence")
     text = f"spt.sequence({axis_name!r}, {dim})"
@@ -173,6 +216,17 @@ def spatial(spec: P) -> Style:
     """Inputs of the module are laid out by a spec, as images by rows: `spt.spatial(P(None, None, "rows"))`.
 
     What follows stays split until it is laid out otherwise: convolutions, pooling and norms fetch what they need.
+
+        >>> import copy
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3, padding=1), torch.nn.MaxPool2d(2))
+        >>> def body(x):
+        ...     split = spt.parallelize(copy.deepcopy(net), {"*": spt.spatial(P(None, None, "rows"))})
+        ...     return split(spt.put(x, P(None, None, "rows"))).whole()
+        >>> x = torch.randn(1, 1, 7, 6)
+        >>> with spmd.Mesh(rows=2):
+        ...     y = spt.map(body, P(), P())(x)
+        >>> torch.allclose(y, net(x), atol=1e-6)
+        True
     """
     if not isinstance(spec, P):
         need, mend = "a spec of the inputs", 'spt.spatial(P(None, None, "rows"))'
@@ -182,7 +236,16 @@ def spatial(spec: P) -> Style:
 
 
 def whole() -> Style:
-    """Inputs of the module are made whole, and every worker computes all of it. Right for any module."""
+    """Inputs of the module are made whole, and every worker computes all of it. Right for any module.
+
+    >>> def body(x):
+    ...     net = torch.nn.Sequential(torch.nn.Linear(2, 6), torch.nn.Dropout(0.0))
+    ...     net = spt.parallelize(net, {"0": spt.whole()})
+    ...     return tuple(net[0].weight.shape), net(x).shape
+    >>> with spmd.Mesh(model=2):
+    ...     spt.map(body, P(), None)(torch.ones(3, 2))
+    ((6, 2), torch.Size([3, 6]))
+    """
 
     def apply(module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(_made_whole, with_kwargs=True)

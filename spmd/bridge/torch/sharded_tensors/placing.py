@@ -40,6 +40,11 @@ def put(x: Any, spec: Any, mesh: Mesh | None = None) -> Any:
     Forward: a part of x, on each worker. Gradient: that of the whole, laid out as x was. Cost: nothing; of tensors that
     lie in another layout, the parts that are missing.
     Raises SpecError and LayoutError for a spec that does not fit, MeshError without a mesh.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spt.put(torch.arange(5.0), P("x"))
+        >>> x.shape, (x + 1).whole()
+        (torch.Size([5]), tensor([1., 2., 3., 4., 5.]))
     """
     if isinstance(spec, Grid):
         leaves: list[Any] = [leaf._replace(spec=spec) for leaf in spread(_WHERE, "x", "spec", P(), x)]

@@ -59,6 +59,11 @@ class ShardedTensor(torch.Tensor):
     Reductions give the value of the whole: a plain tensor, or one that lies as the dimensions that are left. Under
     several processes they are collective: all call them in the same order. Gradients lie as their tensors. Functions
     that would gather raise LayoutError.
+
+        >>> with spmd.Mesh(x=2):
+        ...     x = spt.put(torch.arange(5.0), P("x"))
+        ...     isinstance(x, spt.ShardedTensor), x.shape, float((x * x).sum())
+        (True, torch.Size([5]), 30.0)
     """
 
     blocks: dict[int, torch.Tensor]
