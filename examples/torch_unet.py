@@ -207,7 +207,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, default=2, help="workers that share the rows of images and maps")
     parser.add_argument("--columns", type=int, default=2, help="workers that share the columns")
-    parser.add_argument("--images", type=int, default=256, help="how many images to draw for training")
+    parser.add_argument("--images", type=int, default=128, help="how many images to draw for training")
     parser.add_argument("--size", type=int, default=32, help="rows and columns of an image, a multiple of 4")
     parser.add_argument("--width", type=int, default=8, help="channels of the first maps")
     parser.add_argument("--epochs", type=int, default=12, help="how often to go through the images")

@@ -55,7 +55,7 @@ ENTRIES = {
     ),
     "recorded_step": Entry(
         "Steps that are recorded once",
-        "Times of a step of four ways to run it: recorded ones take about a tenth of the others.",
+        "Times of a step of four ways to run it: recorded ones take about a quarter of the others.",
     ),
     "restart": Entry(
         "A run that is killed, and goes on",

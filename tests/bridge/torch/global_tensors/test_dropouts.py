@@ -1,4 +1,4 @@
-"""Dropout of global tensors: other entries at each call, the same ones on any mesh, in layers that exchange data too."""
+"""Dropout of global tensors: other entries at each call, the same on any mesh, in layers that exchange data too."""
 
 from __future__ import annotations
 
