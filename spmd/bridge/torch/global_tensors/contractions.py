@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, check_whole, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import (
+    WHOLE,
+    Dim,
+    as_global,
+    block_in,
+    check_whole,
+    dims_of,
+    layout_of_dims,
+)
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.tensor_state import needs_grad

@@ -17,7 +17,17 @@ from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.varying import varying
 
-__all__ = ["Dim", "as_global", "block_in", "check_whole", "dims_of", "is_tensor", "laid", "layout_of_dims", "meeting_dims"]
+__all__ = [
+    "Dim",
+    "as_global",
+    "block_in",
+    "check_whole",
+    "dims_of",
+    "is_tensor",
+    "laid",
+    "layout_of_dims",
+    "meeting_dims",
+]
 
 
 class Dim(NamedTuple):
