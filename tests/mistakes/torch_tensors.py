@@ -114,6 +114,8 @@ ROWS = [
         "spt.put: argument mesh", "a mesh, in a body", "that of the body", "leave it out"),
     Row("gradients of global tensors that are summed twice", of_block(_summed_twice, check=False), LayoutError,
         "torch's linear", "spt.data_parallel sums over 'data'", "one of the two", "without spt.data_parallel"),
+    Row("replicas of parameters beside global tensors", of_block(_summed_twice), LayoutError,
+        "torch's linear", "spt.data_parallel sums over 'data'", "one of the two", "without spt.data_parallel"),
     Row("a parameter that is written to",
         body(lambda x: spt.Parameter(T, P("model")).detach().clone().add_(x)), LayoutError,
         "torch's add_", "of which each worker has a block", "in place of a parameter", WHOLE),
