@@ -191,5 +191,5 @@ class P:
                 if ndim
                 else "P(): one number is not split",
                 mend="shorten the spec, or give the array the dimensions it names"
-                + ("" if ndim else " (np.asarray makes one array of a list)"),
+                + ("" if ndim else ": np.array([x]), or torch.tensor([x]) (np.asarray makes one array of a list)"),
             )

@@ -52,7 +52,7 @@ _MENDS = {
     "spmd.varying(a, {axes})",
     "result": _DECLARE.replace("{more}", ", and reduce it before it is returned"),
     "object": "return what is equal on all workers, or give it a spec: P() for one value after a reduction, "
-    "P(axis_name) for a block per worker",
+    "P({axes}) for a block per worker, {block} for a number of each",
     "": _DECLARE.replace("{more}", ""),
 }
 """The remedy that a message names, by the kind of value."""
@@ -195,6 +195,7 @@ def report(
         _warn_at(source, text)
         return
     named = "axis_name" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+    block = "torch.tensor([x])" if where.startswith("spt.") else "np.array([x])"
     what = "a value" if kind in _PROCESS_KINDS else "an Invariant array"
     got = f"{what} that differs between {one} and {other}"
     if texts:
@@ -207,6 +208,6 @@ def report(
             argument=argument,
             got=got,
             need=_NEEDS.get(kind, "one value on all workers along {along}").format(along=along),
-            mend=_MENDS.get(kind, _MENDS[""]).format(axes=named),
+            mend=_MENDS.get(kind, _MENDS[""]).format(axes=named, block=block),
         )
     )

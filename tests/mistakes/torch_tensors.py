@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -98,9 +99,22 @@ ROWS = [
         "spt.GlobalTensor.from_block: argument block", "float32[3, 2]", "[4, 2], of [8, 2]", "a spec in place of"),
     Row("a block that is put as a whole", of_block(lambda x: spt.put(x, P("data"))), StateError,
         "spt.put: argument x", "Varying(data) tensor", "a whole, the same on all workers", "from_block(x, spec)"),
+    Row("a target that fits the block", body(lambda x: functional.mse_loss(x, T[:3])), SpecError,
+        "torch's mse_loss: argument target", "Tensor torch.float32[3, 2] beside a global tensor", "shape [6, 2]",
+        "from_block(x, spec)"),
+    Row("a write of what fits the block", body(lambda x: x.add_(T[:3])), SpecError,
+        "a function of torch: argument an operand", "the whole has shape [6, 2]", "shape [6, 2]",
+        "from_block(x, spec)"),
+    Row("running statistics of a block", of_block(lambda x: spt.nn.BatchNorm1d(2)(x)), StateError,
+        "spt.nn.BatchNorm1d: argument input", "Varying(data) tensor float32[3, 2] in training",
+        "statistics of all workers' entries along 'data'", "spt.nn.BatchNorm1d(..., spec=P(...))"),
+    Row("a number of each worker", of_block(lambda x: float(spt.block(x).sum())), StateError,
+        "spt.map of <lambda>: result", "on worker 0", "an object that is equal on all workers", "torch.tensor([x])"),
     Row("a mesh in a body", body(lambda x: spt.put(T, P("data"), spmd.Mesh(**AXES))), MeshError,
         "spt.put: argument mesh", "a mesh, in a body", "that of the body", "leave it out"),
     Row("gradients of global tensors that are summed twice", of_block(_summed_twice, check=False), LayoutError,
+        "torch's linear", "spt.data_parallel sums over 'data'", "one of the two", "without spt.data_parallel"),
+    Row("replicas of parameters beside global tensors", of_block(_summed_twice), LayoutError,
         "torch's linear", "spt.data_parallel sums over 'data'", "one of the two", "without spt.data_parallel"),
     Row("a parameter that is written to",
         body(lambda x: spt.Parameter(T, P("model")).detach().clone().add_(x)), LayoutError,
@@ -118,7 +132,13 @@ ROWS = [
     Row("a pattern behind one that takes all", planned({"*": spt.whole(), **COLUMN}), LayoutError,
         PLAN, "'0', whose modules '*' takes before", "the first does", "'0' before '*'"),
     Row("a style that is none", planned({"0": spt.column}), LayoutError,
-        PLAN, "<function column", "a style for a pattern", "'0': spt.column(\"model\")"),
+        PLAN, "<function column", "a style for a pattern", "'0': spt.column('model')"),
+    Row("the name of a style", planned({"0": "spatial"}), LayoutError,
+        PLAN, "'spatial' for '0'", "a style for a pattern", "'0': spt.spatial(P(None, None, 'model'))"),
+    Row("a spec for a style", planned({"0": P(None, "data")}), LayoutError,
+        PLAN, "P(None, 'data') for '0'", "a style for a pattern", "'0': spt.spatial(P(None, 'data'))"),
+    Row("a style that is not called", planned({"0": spt.row}), LayoutError,
+        PLAN, "<function row", "a style for a pattern", "'0': spt.row('model')"),
     Row("a style for another kind of module", planned({"1": spt.column("model")}), LayoutError,
         PLAN, "spt.column('model') for '1', ReLU", "one of nn.Linear", "'1': spt.whole()"),
     Row("a style of no axis", planned({"0": spt.column("modle")}), SpecError,

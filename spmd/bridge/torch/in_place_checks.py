@@ -19,29 +19,41 @@ from spmd.bridge.torch.tensor import CALL_CHECKS, Tensor, check_write
 from spmd.bridge.torch.tensor_state import state_of_tensor
 from spmd.errors import StateError, describe
 
-__all__: list[str] = []
+__all__ = ["check_statistics"]
 
 
 _BUFFERS = ("running_mean", "running_var")
 
 
-def _check_axes(where: str, x: Any, *buffers: torch.Tensor | None) -> None:
-    """Raise if x varies along axes along which not all of the buffers do. Without buffers, along any axis."""
+def check_statistics(where: str, x: Any, *buffers: torch.Tensor | None, takes_spec: bool = False) -> None:
+    """Raise if x varies along axes along which not all of the buffers do. Without buffers, along any axis.
+
+    takes_spec: the norm is a module of `spt.nn`, which takes the layout of x.
+    """
     varying = [state_of_tensor(b).varying for b in buffers if b is not None]
     axes = sorted(state_of_tensor(x).varying.difference(frozenset.intersection(*varying) if varying else ()))
     if not axes:
         return
     axis = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+    if takes_spec:
+        mend = (
+            f"{where}(..., spec=P(...)), with {axis} in the dimension of x that it splits, takes those of all workers; "
+            "module.eval() takes the running statistics as they are"
+        )
+    else:
+        mend = (
+            f"y, running = spt.functions.batch_norm(x, weight, bias, running, spec=P({axis})), with the axes "
+            "that split x, takes those of all workers and gives the new ones; module.eval() takes the running "
+            "statistics as they are; where each worker has channels of its own, declare the buffers: "
+            f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var"
+        )
     raise StateError.at(
         where,
         argument="input",
         got=f"{describe(x)} in training: the statistics would be those of this worker's entries alone, in buffers "
         "that count as one value on all workers",
         need=f"statistics of all workers' entries along {axis}, or buffers that vary along it",
-        mend=f"y, running = spt.functions.batch_norm(x, weight, bias, running, spec=P({axis})), with the axes "
-        f"that split x, takes those of all workers and gives the new ones; module.eval() takes the running "
-        f"statistics as they are; where each worker has channels of its own, declare the buffers: "
-        f"bn.running_mean = spt.varying(bn.running_mean, {axis}), and bn.running_var",
+        mend=mend,
     )
 
 
@@ -53,7 +65,7 @@ def _batch_norm(mean: int, weight: int) -> Callable[[Callable, Any, dict], None]
             buffers = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
             if buffers[0] is None:
                 buffers = [argument(args, kwargs, weight, "weight")]
-            _check_axes(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
+            check_statistics(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
 
     return rule
 
@@ -62,7 +74,7 @@ def _instance_norm(mean: int) -> Callable[[Callable, Any, dict], None]:
     def rule(func: Callable, args: Any, kwargs: dict) -> None:
         buffers = [argument(args, kwargs, mean + k, name) for k, name in enumerate(_BUFFERS)]
         if buffers[0] is not None and argument(args, kwargs, 5, "use_input_stats", True):
-            _check_axes(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
+            check_statistics(f"torch.{func.__name__}", argument(args, kwargs, 0, "input"), *buffers)
 
     return rule
 
@@ -106,7 +118,7 @@ def _refusing(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def call(self: Any, input: torch.Tensor) -> torch.Tensor:
         if isinstance(input, Tensor) and (self.training or self.running_mean is None):
-            _check_axes("torch.nn.SyncBatchNorm", input)
+            check_statistics("torch.nn.SyncBatchNorm", input)
         return forward(self, input)
 
     return call

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import (
+    WHOLE,
+    Dim,
+    as_global,
+    block_in,
+    check_whole,
+    dims_of,
+    layout_of_dims,
+)
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.tensor_state import needs_grad
@@ -30,6 +38,8 @@ def contracted(terms: Sequence[str], out: str, tensors: Sequence[Any]) -> Any:
     for term, shape in zip(terms, shapes, strict=True):
         for c, n in zip(term, shape, strict=True):
             lengths[c] = max(n, lengths.get(c, 1)) if n else 0
+    for term, x in zip(terms, tensors, strict=True):
+        check_whole("a product of torch", "an operand", _bare(x), [lengths[c] for c in term], broadcasts=True)
     lies = _lies(terms, tensors, lengths)
     worker = here("a global tensor")
     axes = worker.mesh.axes
@@ -73,6 +83,9 @@ def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
     a, b = _operands(func, (a, b), args, kwargs)
     if func.__name__ == "inner" and b.ndim > 1:
         b = b.transpose(-1, -2)
+    last = b.shape[-2] if b.ndim > 1 else b.shape[0]
+    if a.shape[-1] != last:  # `contracted` would broadcast a length of 1
+        raise unhandled(func, args, kwargs, f"{a.shape[-1]} rows in the second operand, in place of {last}")
     letters = "abcdefghijklmnopqrstuvw"
     batch = letters[: max(a.ndim, b.ndim, 2) - 2]
     first = (batch[len(batch) - (a.ndim - 2) :] + "xy") if a.ndim > 1 else "y"

@@ -13,7 +13,16 @@ from spmd import fft, functions
 from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.dropout import dropout as spt_dropout
 from spmd.bridge.torch.global_tensors.contractions import joined_linear
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, Dim, as_global, block_in, declared, dims_of, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import (
+    WHOLE,
+    Dim,
+    as_global,
+    block_in,
+    check_whole,
+    declared,
+    dims_of,
+    layout_of_dims,
+)
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result, whole_layout
 from spmd.bridge.torch.global_tensors.views import own_dims
@@ -108,6 +117,7 @@ def _bias_like(w: Any, bias: Any, d: int) -> Any:
         return whole_operand(bias)
     bias = whole_operand(bias) if joins(bias) else bias
     target = layout_of_dims(w._layout.shape[d : d + 1], dims_of(w)[d : d + 1])
+    check_whole("a layer of torch", "bias", bias, target.shape)
     if not target.varying:
         return whole_operand(bias)
     return GlobalTensor(block_in(bias, target.shape, target), target)

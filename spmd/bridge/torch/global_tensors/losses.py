@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from spmd import functions
 from spmd.bridge.torch.global_tensors.layers import joins, named
-from spmd.bridge.torch.global_tensors.meeting import WHOLE, as_global, block_in, dims_of, laid, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import (
+    WHOLE,
+    as_global,
+    block_in,
+    check_whole,
+    dims_of,
+    laid,
+    layout_of_dims,
+)
 from spmd.bridge.torch.global_tensors.norms import channels
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
@@ -25,9 +33,23 @@ def _loss(name: str, names: str, renamed: Sequence[tuple[str, str]] = ()) -> Non
         x, target = as_global(given.pop("input")), as_global(given.pop("target"))
         reduction = _reduction(given)
         options = {new: given[old] for old, new in renamed if given.get(old) is not None}
+        _check_shapes(name, x, target, options)
         return _loss_of(function, func, x, target, reduction, options, args, kwargs)
 
     HANDLERS[getattr(F, name)] = handler  # those of `torch` take a number as reduction, in another place
+
+
+def _check_shapes(name: str, x: Any, target: Any, options: dict[str, Any]) -> None:
+    """Compare the shapes of wholes: blocks could fit a target, or weights, that the whole does not."""
+    where, shape, c = f"torch's {name}", tuple(x.shape), min(1, x.ndim - 1)
+    by_class = name in ("cross_entropy", "nll_loss")
+    indexed = by_class and (name == "nll_loss" or target.ndim < x.ndim)
+    check_whole(where, "target", target, shape[:c] + shape[c + 1 :] if indexed else shape)
+    for option in {"weight", "pos_weight"} & {*options}:
+        if by_class:
+            check_whole(where, option, options[option], shape[c : c + 1])
+        else:
+            check_whole(where, option, options[option], shape, broadcasts=True)
 
 
 def _reduction(given: dict[str, Any]) -> str:

@@ -11,13 +11,23 @@ import torch
 from spmd.bridge.torch.functorch import unwrapped
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, lifted, whole_layout
 from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, no_overrides, state_of_tensor
-from spmd.errors import LayoutError, describe
+from spmd.errors import LayoutError, SpecError, describe
 from spmd.functions.movement import relaid, varied
 from spmd.layout import Layout, P
 from spmd.mesh import here
 from spmd.operators.varying import varying
 
-__all__ = ["Dim", "as_global", "block_in", "dims_of", "is_tensor", "laid", "layout_of_dims", "meeting_dims"]
+__all__ = [
+    "Dim",
+    "as_global",
+    "block_in",
+    "check_whole",
+    "dims_of",
+    "is_tensor",
+    "laid",
+    "layout_of_dims",
+    "meeting_dims",
+]
 
 
 class Dim(NamedTuple):
@@ -118,6 +128,8 @@ def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Ten
         return _block_on_grid(x, target)
     own = x._layout.shape if isinstance(x, GlobalTensor) else tuple(_shape(x))
     first = len(shape) - len(own)
+    if first < 0 or any(n not in (1, m) for n, m in zip(own, shape[first:], strict=True)):
+        raise _of_other_shape("a function of torch", "an operand", x, shape)
     dims = [
         Dim(names, cut) if n == shape[d] and names else WHOLE
         for d, (n, names, cut) in enumerate(zip(own, target.spec.dims[first:], target.cuts[first:], strict=True), first)
@@ -128,6 +140,25 @@ def block_in(x: torch.Tensor, shape: Sequence[int], target: Layout) -> torch.Ten
     if worker.tracked or not needs_grad(block):  # where states are tracked, torch's functions vary operands themselves
         return block
     return varied(block, [n for n in worker.mesh.axes if n in target.varying - part.varying])
+
+
+def check_whole(where: str, argument: str, x: Any, shape: Sequence[int], *, broadcasts: bool = False) -> None:
+    """Raise if an operand does not have this shape, that of a whole. broadcasts: dimensions may be 1, or missing."""
+    own = tuple(_shape(x))
+    aligned = zip(own[::-1], tuple(shape)[::-1], strict=False)
+    fits = len(own) <= len(shape) and all(n in (1, m) for n, m in aligned) if broadcasts else own == tuple(shape)
+    if not fits:
+        raise _of_other_shape(where, argument, x, shape)
+
+
+def _of_other_shape(where: str, argument: str, x: Any, shape: Sequence[int]) -> SpecError:
+    return SpecError.at(
+        where,
+        argument=argument,
+        got=f"{describe(x)} beside a global tensor, for which the whole has shape {list(shape)}",
+        need=f"shape {list(shape)}: shapes are those of wholes, not of blocks",
+        mend="the whole on every worker; or spt.GlobalTensor.from_block(x, spec), if it is this worker's block",
+    )
 
 
 def _block_on_grid(x: torch.Tensor, target: Layout) -> Any:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from spmd import functions
 from spmd.bridge.torch.global_tensors.layers import named, or_default, whole_operand
-from spmd.bridge.torch.global_tensors.meeting import as_global, block_in, dims_of, laid, layout_of_dims
+from spmd.bridge.torch.global_tensors.meeting import as_global, block_in, check_whole, dims_of, laid, layout_of_dims
 from spmd.bridge.torch.global_tensors.registry import handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, result
 from spmd.bridge.torch.global_tensors.views import own_dims
@@ -50,6 +50,7 @@ def channels(x: GlobalTensor, p: Any, d: int) -> Any:
         return None
     p = as_global(p)
     target = layout_of_dims(x._layout.shape[d : d + 1], dims_of(x)[d : d + 1])
+    check_whole("a function of torch", "a parameter of channels", p, target.shape)
     if not target.varying:
         return whole_operand(p)
     return block_in(p, target.shape, target)
@@ -87,6 +88,7 @@ def _over(p: Any, target: Any) -> Any:
     if p is None:
         return None
     p = as_global(p)
+    check_whole("a norm of torch", "weight or bias", p, target.shape)
     return whole_operand(p) if not target.varying else block_in(p, target.shape, target)
 
 

@@ -230,7 +230,9 @@ def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
     tensors = list(tensors_in(args, kwargs))
     split = frozenset().union(*(x._layout.varying for x in tensors if isinstance(x, GlobalTensor)))
     for x in tensors:
-        synced = sorted(summed_state(x).varying & split)
+        own = state_of_tensor(x).varying
+        # In a forward of `spt.data_parallel` parameters are replaced by Varying ones.
+        synced = sorted((own if getattr(x, "replica", False) else summed_state(x).varying) & split)
         if synced:
             raise LayoutError.at(
                 f"torch's {getattr(func, '__name__', 'a function')}",
@@ -239,7 +241,7 @@ def _check_wholes(func: Callable, args: Any, kwargs: Any) -> None:
                 need="one of the two",
                 mend=f"spt.parallelize(net, plan, in_specs=P({synced[0]!r})) without spt.data_parallel",
             )
-        clash = sorted(state_of_tensor(x).varying & split)
+        clash = sorted(own & split)
         if clash:
             # No TypeError: operators of Python would then try the other operand.
             raise LayoutError.at(

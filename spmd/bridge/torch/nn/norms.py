@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from spmd.bridge.torch import functions
+from spmd.bridge.torch.in_place_checks import check_statistics
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.nn.layer import Layer
 from spmd.bridge.torch.nn.lazy import LazyLayer
@@ -71,6 +72,13 @@ class _Norm(Layer):
             return {}
         return {"spec": spec, "w_spec": self._of_parameter(name) if name else None}
 
+    def _check_statistics(self: Any, x: torch.Tensor) -> None:
+        """Raise in training for a block where spec is left out: statistics would be those of this worker alone."""
+        if self._specs["spec"] is None and not torch.compiler.is_dynamo_compiling():
+            buffers = self.running_mean, self.running_var
+            buffers = (self.weight,) if buffers[0] is None else buffers
+            check_statistics(f"spt.nn.{type(self).__name__}", x, *buffers, takes_spec=True)
+
 
 def _like_dims(spec: Layout | Grid, dims: Sequence[int]) -> Layout | Grid:
     """How parameters lie that have these dimensions of an array."""
@@ -116,6 +124,8 @@ class _BatchNorm(_Norm):
         running = (self.shard("running_mean"), self.shard("running_var")) if tracks else None
         training = self.training or running is None
         given = self._given()
+        if training:
+            self._check_statistics(input)
         if training and not given:
             _functional._verify_batch_size(list(input.shape))
         weight, bias = self._block("weight"), self._block("bias")
@@ -334,6 +344,8 @@ class _InstanceNorm(_Norm):
         if self.running_mean is None:
             result: Any = functions.instance_norm(x, weight, bias, self.eps, **given)
             return result
+        if training:
+            self._check_statistics(x)
         running = self.shard("running_mean"), self.shard("running_var")
         options = {"training": training, "momentum": 0.0 if self.momentum is None else self.momentum, **given}
         y: Any = functions.instance_norm(x, weight, bias, self.eps, running=running, **options)

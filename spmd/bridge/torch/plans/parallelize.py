@@ -101,7 +101,7 @@ def _check(where: str, module: Any, plan: Any) -> None:
                 argument="plan",
                 got=f"{style!r} for {pattern!r}",
                 need="a style for a pattern: spt.column, row, heads, vocab, sequence, spatial or whole",
-                mend=f'{str(pattern)!r}: spt.column("model")',
+                mend=f"{str(pattern)!r}: {_style_for(style)}",
             )
         found = [name for name in names if _matches(pattern, name)]
         if not found:
@@ -121,6 +121,20 @@ def _check(where: str, module: Any, plan: Any) -> None:
                 mend=f"{pattern!r} before {taken[found[0]]!r}",
             )
         taken |= dict.fromkeys((name for name in found if name not in taken), pattern)
+
+
+def _style_for(given: Any) -> str:
+    """The style that was meant by what was given in place of one, on an axis of the mesh."""
+    axes = list(here("spt.parallelize").mesh.axes)
+    axis = "model" if "model" in axes or not axes else axes[-1]
+    if isinstance(given, P):
+        return f"spt.spatial({given})"
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    if name == "spatial":
+        return f"spt.spatial(P(None, None, {axis!r}))"
+    if name == "whole":
+        return "spt.whole()"
+    return f"spt.{name if name in ('column', 'row', 'heads', 'vocab', 'sequence') else 'column'}({axis!r})"
 
 
 def _matches(pattern: str, name: str) -> bool:

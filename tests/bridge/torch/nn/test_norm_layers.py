@@ -14,6 +14,7 @@ import spmd
 from bridge.torch.nn.module_cases import Case, check_module, double_precision, table
 from spmd import Grid, Layout, P
 from spmd.bridge import torch as spt
+from spmd.errors import StateError
 
 pytestmark = pytest.mark.torch
 
@@ -207,3 +208,26 @@ def test_converted_batch_norms():
     net[1][0].reset_running_stats()
     y = spt.map(body, P("model"), P("model"), mesh=spmd.Mesh(**THREE))(x)
     torch.testing.assert_close(y.detach(), wanted.detach())
+
+
+NORMS_OF_SAMPLES = {
+    "BatchNorm1d": (lambda: spt.nn.BatchNorm1d(3), (6, 3)),
+    "BatchNorm2d": (lambda: spt.nn.BatchNorm2d(3), (6, 3, 2, 2)),
+    "BatchNorm3d": (lambda: spt.nn.BatchNorm3d(3), (6, 3, 2, 2, 1)),
+    "SyncBatchNorm": (lambda: spt.nn.SyncBatchNorm(3), (6, 3, 2)),
+    "LazyBatchNorm2d": (lambda: spt.nn.LazyBatchNorm2d(), (6, 3, 2, 2)),
+    "InstanceNorm2d": (lambda: spt.nn.InstanceNorm2d(3, track_running_stats=True), (6, 3, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS_OF_SAMPLES)
+def test_running_statistics_of_blocks_need_a_spec(name: str) -> None:
+    make, shape = NORMS_OF_SAMPLES[name]
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+    run = lambda body: spt.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=3))(x)
+    with pytest.raises(StateError, match=rf"spt\.nn\.{name.removeprefix('Lazy')}\(\.\.\., spec=P\(\.\.\.\)\)"):
+        run(lambda b: make()(b))
+    if "Lazy" not in name:
+        assert run(lambda b: make().eval()(b)).shape == x.shape
+    whole = spt.map(lambda: make()(x), (), P(), mesh=spmd.Mesh(x=3))()  # the same on all workers
+    assert whole.shape == x.shape
