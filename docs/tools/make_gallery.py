@@ -100,7 +100,7 @@ def description(name: str) -> tuple[str, str]:
     for paragraph in rest.split("\n\n"):
         lines = paragraph.splitlines()
         is_code = all(line.startswith("    ") for line in lines)
-        paragraphs.append(f"```sh\n{chr(10).join(line[4:] for line in lines)}\n```" if is_code else paragraph)
+        paragraphs.append(f"```text\n{chr(10).join(line[4:] for line in lines)}\n```" if is_code else paragraph)
     return " ".join(first.split()), "\n\n".join(paragraphs)
 
 
