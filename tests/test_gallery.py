@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from launch import mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -63,6 +64,18 @@ def test_the_notebook_runs(name, monkeypatch):
         pytest.importorskip("torch")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     made = nbformat.from_dict(notebooks.notebook(ROOT / "examples" / f"{name}.py"))
-    made.metadata.kernelspec.name = "python3"
     nbclient.NotebookClient(made, timeout=300, resources={"metadata": {"path": ROOT}}).execute()
     assert any(cell.get("outputs") for cell in made.cells)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")
+def test_the_notebook_drives_processes(monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipyparallel")
+    pytest.importorskip("mpi4py")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    notebook = nbformat.read(ROOT / "examples" / "notebooks" / "mpi_workers.ipynb", 4)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": ROOT}}).execute()
+    text = "".join(str(output) for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "transport mpi: value 3.359330439634, gradient 2.105187157369" in text

@@ -171,6 +171,8 @@ def index() -> str:
         "Programs of the folder examples/. Each runs on virtual workers, under mpiexec, and under torchrun, and prints "
         "the same numbers. Each takes less than a minute on two cores.\n\n"
         "::::::{container} gallery\n" + "\n\n".join(cards) + "\n::::::\n\n"
+        "Each page has its program as a notebook too, which runs virtual workers. One more notebook drives processes "
+        "of MPI, by ipyparallel: {download}`mpi_workers.ipynb <../../examples/notebooks/mpi_workers.ipynb>`.\n\n"
         f":::{{toctree}}\n:hidden:\n\n{toctree}\n:::\n"
     )
 
