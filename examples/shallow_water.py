@@ -77,7 +77,7 @@ def main() -> None:
         apart = np.abs(np.asarray(g) - np.asarray(every)).max() / np.abs(np.asarray(every)).max()
         search = spmd.optim.adam(0.02)
         state, misfits = search.init(h), [float(value)]
-        for _ in range(args.iterations):
+        for _ in spmd.progress(range(args.iterations), label="search"):
             h, state = search.update(np.asarray(g), state, h)
             value, g = loss(h, gauges, recorded, args.steps, "sqrt")
             misfits.append(float(value))
