@@ -33,6 +33,7 @@ from spmd.operators.varying import admitted, outside, vary
 from spmd.state import State, state_of
 from spmd.transport.call import LEDGERS, Observer, Origin, Place, place_of
 from spmd.transport.handles import Done, Handle, read_only
+from spmd.transport.observing import located
 
 
 def operate(op: Collective, x, frame: FrameType | None = None) -> Any:
@@ -176,6 +177,7 @@ def _start(
 
 
 def _observe(observers: Sequence[Observer], worker: Worker, origin: Origin) -> None:
+    origin = located(worker.comm, origin)
     for observer in observers:
         observer.operator(worker.index, origin)
 

@@ -19,6 +19,7 @@ from spmd.operators.memo import bounded
 from spmd.transport.base import Comm
 from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Origin, Place, Shape, place_of
 from spmd.transport.handles import Done, Handle
+from spmd.transport.observing import located
 
 _BUCKET_NBYTES = 4 << 20
 """Bytes of a full bucket: large enough to hide a message's latency, small enough to overlap with the sweep."""
@@ -96,7 +97,7 @@ class DeferredSums:
         g = contiguous(g)
         observers = LEDGERS.get()
         if not observers.replays:
-            origin = Origin("Sum", axes, self._place(), "backward")
+            origin = located(self.worker.comm, Origin("Sum", axes, self._place(), "backward"))
             for observer in observers:
                 observer.operator(self.worker.index, origin)
         kind = (axes, g.dtype)

@@ -11,7 +11,7 @@ from spmd.transport.algorithms.cost import Cost
 from spmd.transport.call import LEDGERS, Call, Observers, Origin, Place
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["Phase", "Sent", "Use", "count", "observed", "observed_run", "origin_of"]
+__all__ = ["Phase", "Sent", "Use", "count", "located", "observed", "observed_run", "origin_of"]
 
 Phase = tuple[float, float, float]
 """A time that a worker spends in a collective: start and end, as `time.perf_counter` counts, and the seconds of it in
@@ -129,8 +129,12 @@ def count(comm: Any, verb: str, cost: Cost, declared: Cost | None = None) -> Non
 
 
 def origin_of(comm: Any, call: Call) -> Origin:
-    """Where a collective comes from; the line that runs the body, where the line of the call is not known."""
-    origin = call.origin
+    """Where a collective comes from."""
+    return located(comm, call.origin)
+
+
+def located(comm: Any, origin: Origin) -> Origin:
+    """The origin; with the line that runs the body, where the line of the call is not known."""
     if origin.place[0] is None and comm.called_at is not None:
         return origin._replace(place=comm.called_at)
     return origin

@@ -313,3 +313,18 @@ def test_the_validator_finds_what_is_wrong(tmp_path):
     broken(lambda t: t["traceEvents"][spans[0]].update(dur=float("nan")))
     broken(lambda t: t["traceEvents"][spans[0]].update(tid=77))
     broken(lambda t: t["traceEvents"].pop(next(k for k, e in enumerate(t["traceEvents"]) if e["ph"] == "e")))
+
+
+@pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
+def test_a_ledger_has_one_row_for_each_line_of_global_arrays(scheduler):
+    x, w = np.random.default_rng(0).normal(size=(5, 4)), np.ones((4, 3))
+    with spmd.Mesh(a=2, b=2, transport="local", scheduler=scheduler):
+        x, w = spmd.put(x, P("a", "b")), spmd.put(w, P("b"))
+        with spmd.ledger() as log:
+            total = ((x @ w) ** 2).sum()
+            float(total)
+    rows = log.rows()
+    assert rows
+    assert all(row.times > 0 and "test_profile.py" in row.line for row in rows)
+    assert len({(row.line, row.operator, row.axes, row.direction) for row in rows}) == len(rows)
+    assert sum(row.times for row in rows) == sum(log.operators.values())

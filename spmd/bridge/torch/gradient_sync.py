@@ -38,6 +38,7 @@ from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import WORKER, Worker
 from spmd.state import state_of
 from spmd.transport.call import LEDGERS
+from spmd.transport.observing import origin_of
 
 __all__ = ["WHERE", "GradientSync"]
 
@@ -368,7 +369,7 @@ class GradientSync:
         call.operator, call.backward = "Sum", True
         for observer in LEDGERS.get():
             for _ in bucket.gradients:
-                observer.operator(worker.index, call.origin)
+                observer.operator(worker.index, origin_of(worker.comm, call))
         call.borrowed = True
         bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
