@@ -49,7 +49,9 @@ def test_digits(tmp_path):
     assert max(starts.values()) < min(ends.values())
 
 
-@pytest.mark.parametrize("python", [pytest.param(sys.executable, id="mpi"), pytest.param(TORCHRUN, id="torchrun")])
+@pytest.mark.parametrize(
+    "python", [pytest.param(sys.executable, id="mpi"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.torch)]
+)
 def test_replays(tmp_path, python):
     run("jitted", tmp_path, python)
     trace = read_trace(tmp_path / "trace.json")

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-import spmd
-from spmd import P
-from spmd.bridge import torch as spt
-from spmd.errors import LayoutError, MismatchError, SpecError
+torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+import torch.nn.functional as F  # noqa: E402
+
+import spmd  # noqa: E402
+from spmd import P  # noqa: E402
+from spmd.bridge import torch as spt  # noqa: E402
+from spmd.errors import LayoutError, MismatchError, SpecError  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss".split()
 
