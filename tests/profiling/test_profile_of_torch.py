@@ -11,6 +11,7 @@ from spmd.profiling.torch_operations import TorchOperations
 from tests.profiling.trace_format import collectives, read_trace
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
 
 
 def test_a_slow_mark_does_not_move_the_clock_of_torch():
