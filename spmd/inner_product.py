@@ -136,6 +136,8 @@ def _inner_of_others(a, b, axes: tuple[str, ...], other: Frontend, worker: Worke
 
 
 def _inner_outside(a, b):
+    if isinstance(a, Array) or isinstance(b, Array):  # traced: the product of global arrays is recorded
+        return to_host(np.vdot(_wide(a), _wide(b)))[()]
     if type(a) is not PartitionedArray:
         a, b = (a, b) if type(b) is not PartitionedArray else (put(a, b.spec, b.mesh), b)
     if type(a) is not PartitionedArray:

@@ -16,8 +16,9 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff import transform_arguments, transforms, tree
+from spmd.autodiff.staging.together import RECORDING
 from spmd.autodiff.tracer import value_of
-from spmd.errors import DifferentiationError, LayoutError, describe
+from spmd.errors import DifferentiationError, JitError, LayoutError, describe
 from spmd.inner_product import inner, norm
 from spmd.lazy_imports import lazy_attributes
 from spmd.linear.operator import LinearOperator
@@ -98,7 +99,15 @@ def _in_layout_of(x: Any, templates: Any) -> Any:
     return tree.map(moved, x, templates)
 
 
-def _check_limits(where: str, maxiter: int | None, **tolerances: float) -> None:
+def _check_call(where: str, maxiter: int | None, **tolerances: float) -> None:
+    """Raise for wrong limits, and within spmd.jit."""
+    if RECORDING.get() is not None:
+        raise JitError.at(
+            where,
+            got="a call within spmd.jit",
+            need="a call that runs each time: it iterates until numbers say that it may end",
+            mend="spmd.jit of the body of A; or a fixed number of iterations by spmd.fori_loop",
+        )
     if maxiter is not None and not (isinstance(maxiter, int | np.integer) and maxiter >= 0):
         raise LayoutError.at(
             where, argument="maxiter", got=describe(maxiter), need="a number of iterations", mend="maxiter=100"
@@ -161,7 +170,9 @@ def cg(
     Hermitian positive definite. callback: called with x after each iteration.
 
     x is laid out as x0, or else as b. x is differentiable with respect to b and to the params of A, to any order: the
-    derivative solves another system with A, assuming that A is Hermitian. Iterations and residuals are plain numbers.
+    derivative solves another system with A, assuming that A is Hermitian: `spmd.check_adjoint` of A finds whether it
+    is, with A as its own adjoint. Before `spmd.check_grads` and for second derivatives take rtol=1e-10. Not within
+    spmd.jit, but the body of A may be jitted. Iterations and residuals are plain numbers.
     Cost: each iteration applies A once and sends two sums of one number, with M three. Raises LayoutError if A is not
     square or b does not fit; DifferentiationError if a plain function closes over a differentiated array. Source:
     Hestenes, Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
@@ -176,7 +187,7 @@ def cg(
         array([2., 3., 3., 2.])
     """
     where = "spmd.solvers.cg"
-    _check_limits(where, maxiter, rtol=rtol, atol=atol)
+    _check_call(where, maxiter, rtol=rtol, atol=atol)
     # The solution does not depend on x0 and M.
     x0 = None if x0 is None else tree.map(value_of, x0)
     M = M._map_parameters(value_of) if isinstance(M, LinearOperator) else M
@@ -326,7 +337,7 @@ def lsqr(
         array([1., 2.])
     """
     where = "spmd.solvers.lsqr"
-    _check_limits(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
+    _check_call(where, maxiter, damp=damp, atol=atol, btol=btol, conlim=conlim)
     if not isinstance(A, LinearOperator):
         raise LayoutError.at(
             where,

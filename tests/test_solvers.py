@@ -349,3 +349,13 @@ def test_the_same_bits_under_mpi():
     ended = launch(PROGRAMS / "solving.py", python=sys.executable)
     assert ended.returncode == 0, str(ended)
     assert json.loads(ended.stdout) == solving.results(transport="local", scheduler="lockstep")
+
+
+@pytest.mark.parametrize("solver", ["cg", "lsqr"])
+def test_solvers_say_that_they_are_not_recorded(solver):
+    solve = getattr(spmd.solvers, solver)
+    with spmd.Mesh(x=2):
+        A = spmd.linear_operator(lambda v: 2 * v, P("x"), P("x"), shape=5)
+        b = spmd.ones(5, spec=P("x"))
+        with pytest.raises(spmd.errors.JitError, match=rf"spmd\.solvers\.{solver}\n[\s\S]*spmd.jit of the body of A"):
+            spmd.jit(lambda b: solve(A, b).x)(b)

@@ -330,3 +330,23 @@ def test_operands_on_a_grid(limit, monkeypatch):
         np.testing.assert_allclose(gradient.numpy(), np.cos(a @ b) @ b.T)
         assert gradient.layout == u.layout
         assert np.einsum("ij,kj->ik", u, u).shape == (7, 7)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("specs", [(P("x", "y"), P("x", "y")), (P("x"), P("y")), (P(), P("x", "y")), (P("x"), None)])
+def test_inner_products_are_differentiated_in_either_factor(dtype, specs):
+    rng = np.random.default_rng(0)
+    whole = [
+        rng.normal(size=(11, 9)).astype(dtype) + (1j * rng.normal(size=(11, 9)) if dtype is complex else 0)
+        for _ in "ab"
+    ]
+
+    def loss(product):
+        return lambda a, b: np.real(product(a, b))
+
+    with spmd.Mesh(x=2, y=2):
+        split = [x if spec is None else spmd.put(x, spec) for x, spec in zip(whole, specs, strict=True)]
+        for n in range(2):
+            expected = spmd.grad(loss(np.vdot), n)(*whole)
+            assert np.allclose(np.asarray(spmd.grad(loss(spmd.inner), n)(*split)), expected)
+            assert np.allclose(np.asarray(spmd.jit(spmd.grad(loss(spmd.inner), n))(*split)), expected)

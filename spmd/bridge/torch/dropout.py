@@ -45,8 +45,8 @@ def dropout(
     Forward: the dropped entries depend on the key and on their index in the whole, so one worker would drop the same.
     Linear in x, and its own adjoint. Cost: no bytes; with a spec the workers exchange the shapes of their blocks.
     Raises SpecError for another p, and for an x that varies without a spec; StateError for one that varies over more
-    axes than spec names; LayoutError for blocks that do not fit together. `nn.Dropout` draws for each worker's block
-    separately.
+    axes than spec names; LayoutError for blocks that do not fit together. `nn.Dropout` of a block draws for each
+    worker's block separately; of a global tensor it drops as this function does.
 
         >>> def body(x, seed):
         ...     return spt.dropout(x, 0.5, spmd.random.key(7), spec=P("x"))
