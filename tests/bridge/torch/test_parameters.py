@@ -515,7 +515,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "all_gather": lambda: spt.all_gather(column().weight, "x"),
     "whole in functional_call": lambda: torch.func.functional_call(column(), dict(LINEAR.named_parameters()), (X,)),
     "replaced by a whole": lambda: (m := column(), setattr(m, "weight", nn.Parameter(LINEAR.weight)), m(X)),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(column())(X),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(column())(X),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(column())(X),
     "whole that varies": lambda: spt.Parameter(varied(), P("x")),
@@ -658,3 +657,23 @@ def test_what_backward_needs_is_not_written_to_unnoticed():
             y.backward()
 
     spt.map(main, (), None, mesh=MESH)()
+
+
+def test_a_normed_weight_is_that_of_the_whole():
+    weight_norm = nn.utils.parametrizations.weight_norm
+    names = [f"parametrizations.weight.original{k}" for k in (0, 1)]
+
+    def gradients(module):
+        y = module(X)
+        y.square().sum().backward()
+        parameters = dict(module.named_parameters())
+        return y, *(parameters[name].grad for name in names)
+
+    def body():
+        y, *grads = gradients(weight_norm(column()))
+        return spt.block(y.detach()), *(spt.block(g.whole()) for g in grads)
+
+    expected = gradients(weight_norm(copy.deepcopy(LINEAR)))
+    for found in on_workers(body):
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a, b.detach())
