@@ -3,7 +3,6 @@ tests/device_cases.py on a real one."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import cupy as cp
 import numpy as np
 import pytest
 from kernel_cases import dtype_of
+from loaded import load
 
 import spmd
 from spmd import P, cuda
@@ -221,13 +221,7 @@ def test_what_cupy_lacks_is_an_error_that_says_so():
 
 
 def digits():
-    path = Path(__file__).resolve().parent.parent / "examples" / "digits.py"
-    spec = importlib.util.spec_from_file_location("digits", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(Path(__file__).resolve().parent.parent / "examples" / "digits.py")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

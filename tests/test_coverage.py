@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import io
 import itertools
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded import load
 from rules import Table
 
 import spmd
@@ -34,13 +34,6 @@ from spmd.autodiff.tracer import Array, find
 from spmd.errors import DifferentiationError, StateError, TracedConversionError
 
 TESTS = Path(__file__).resolve().parent
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 page = load(TESTS.parent / "docs" / "tools" / "make_functions.py")

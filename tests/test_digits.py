@@ -4,7 +4,6 @@ it sends what the algebra says."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import optree
 import pytest
+from loaded import load
 
 import spmd
 from spmd import P
@@ -62,12 +62,7 @@ def mpiexec(python: str, n: int) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def example():
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE)
 
 
 # The program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from loaded import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,9 +92,7 @@ def test_pictures_have_alternative_texts(site):
 
 
 def test_versions_are_published_beside_each_other(tmp_path):
-    spec = importlib.util.spec_from_file_location("publish", ROOT / "docs" / "tools" / "publish.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load(ROOT / "docs" / "tools" / "publish.py")
     built, pages = tmp_path / "site", tmp_path / "pages"
     built.mkdir()
     with pytest.raises(SystemExit, match="build the site first"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
+from loaded import load
 
 import spmd
 from spmd import P
@@ -14,9 +14,7 @@ from spmd.global_functions import MAPPED, NATIVE
 from spmd.layout_rules import RULES, Rule
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_spec = importlib.util.spec_from_file_location("make_layouts", DOCS / "tools" / "make_layouts.py")
-page = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(page)
+page = load(DOCS / "tools" / "make_layouts.py")
 
 
 def test_the_table_is_that_of_the_rules():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 import sys
 
 import pytest
 from launch import ROOT, TORCHRUN, launch, mpiexec, run_python
+from loaded import load
 
 torch = pytest.importorskip("torch")
 
@@ -98,12 +98,7 @@ def output(monkeypatch, capsys):
 
     def run(program, *options: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(program), *options])
-        spec = importlib.util.spec_from_file_location(program.stem, program)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.main()
+        load(program).main()
         return capsys.readouterr().out
 
     dtype = torch.get_default_dtype()
