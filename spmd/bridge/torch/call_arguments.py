@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["argument", "tensors_in"]
+__all__ = ["argument", "map_tensors", "tensors_in"]
 
 
 def argument(args: Any, kwargs: dict, position: int, name: str, default: Any = None) -> Any:
@@ -24,3 +24,14 @@ def tensors_in(args: Any, kwargs: dict) -> Iterator[torch.Tensor]:
             yield from tensors_in(a, {})
         elif type(a) is dict:
             yield from tensors_in((), a)
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], a: Any) -> Any:
+    """An argument or result with function(x) in place of each tensor x, also in tuples, lists and dicts."""
+    if isinstance(a, torch.Tensor):
+        return function(a)
+    if type(a) in (tuple, list):
+        return type(a)(map_tensors(function, b) for b in a)
+    if type(a) is dict:
+        return {k: map_tensors(function, b) for k, b in a.items()}
+    return a

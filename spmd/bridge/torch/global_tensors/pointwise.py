@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.call_arguments import map_tensors, tensors_in
 from spmd.bridge.torch.global_tensors.meeting import (
     WHOLE,
     as_global,
@@ -68,7 +68,7 @@ def _pointwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _refuse_parameter(func, written, args, kwargs)
         layout, groups = _of_target(written)
     part = lambda x: _part(x, layout, groups)
-    block = func(*(_each(part, a) for a in args), **{k: _each(part, v) for k, v in kwargs.items()})
+    block = func(*(map_tensors(part, a) for a in args), **{k: map_tensors(part, v) for k, v in kwargs.items()})
     return written if written is not None else result(block, layout, groups)
 
 
@@ -112,14 +112,6 @@ def _meet(func: Any, operands: list[Any], joined: list[GlobalTensor], args: Any,
 def _size(x: torch.Tensor) -> tuple[int, ...]:
     with _disabled():
         return tuple(x.shape)
-
-
-def _each(function: Any, a: Any) -> Any:
-    if isinstance(a, torch.Tensor):
-        return function(a)
-    if type(a) in (tuple, list):
-        return type(a)(_each(function, b) for b in a)
-    return a
 
 
 def _part(x: torch.Tensor, layout: Any, groups: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.call_arguments import map_tensors, tensors_in
 from spmd.bridge.torch.tensor_state import TensorWithState, no_overrides, plain, state_of_tensor
 from spmd.errors import LayoutError
 
@@ -99,21 +99,11 @@ class CopiedView(TensorWithState):
         elif target is not None:
             return y
         storages = {x._inner.untyped_storage()._cdata: x._memory for x in views}
-        return _map(lambda r: CopiedView.of(r, m) if (m := storages.get(_storage(r))) else r, y)
+        return map_tensors(lambda r: CopiedView.of(r, m) if (m := storages.get(_storage(r))) else r, y)
 
 
 def _inner(a: Any) -> Any:
-    return _map(lambda x: x._inner if type(x) is CopiedView else x, a)
-
-
-def _map(function: Callable[[torch.Tensor], Any], a: Any) -> Any:
-    if isinstance(a, torch.Tensor):
-        return function(a)
-    if type(a) in (tuple, list):
-        return type(a)(_map(function, b) for b in a)
-    if type(a) is dict:
-        return {k: _map(function, b) for k, b in a.items()}
-    return a
+    return map_tensors(lambda x: x._inner if type(x) is CopiedView else x, a)
 
 
 def _storage(x: Any) -> int | None:
@@ -179,4 +169,4 @@ def note_views(name: str, x: Any, y: Any) -> Any:
             return r
         return CopiedView.of(r, memory)
 
-    return _map(noted, y)
+    return map_tensors(noted, y)
