@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from spmd.info import blas_libraries
 from spmd.settings import complaints
 from spmd.transport.blas_threads import usable_cores
 from spmd.transport.launcher import launcher_hint, torch_world
@@ -104,7 +106,11 @@ def _python() -> Iterator[Finding]:
 
 def _unmet() -> Iterator[str]:
     """The required packages that are not there."""
-    for name in ("numpy", "optree", "greenlet", "threadpoolctl", "xxhash"):
+    try:
+        needed = metadata.requires("spmd") or []
+    except metadata.PackageNotFoundError:  # a bare checkout
+        return
+    for name in (re.split(r"[^\w.-]", text)[0] for text in needed if "extra ==" not in text):
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -119,11 +125,9 @@ def _settings() -> Iterator[Finding]:
 
 
 def _cores() -> Iterator[Finding]:
-    from threadpoolctl import threadpool_info
-
     cores, present = usable_cores(), os.cpu_count() or 1
     some = "" if cores == present else f" of {present}"
-    libraries = [b for b in threadpool_info() if b["user_api"] == "blas"]
+    libraries = blas_libraries()
     if not libraries:
         mend = "install NumPy from PyPI or conda-forge; otherwise set OMP_NUM_THREADS=1 for several workers"
         yield Finding("BLAS", NOTE, "threadpoolctl knows no BLAS of this NumPy, so its threads are not limited", mend)

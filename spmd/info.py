@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from typing import Any
 
 from spmd.errors import TransportError
 from spmd.mesh import Mesh, current_mesh
@@ -14,7 +15,7 @@ from spmd.transport.blas_threads import share_of_cores, usable_cores
 from spmd.transport.launcher import launcher_hint, torch_world
 from spmd.transport.processes.job import job_world
 
-__all__ = ["info", "information"]
+__all__ = ["blas_libraries", "info", "information"]
 
 _PACKAGES = ("numpy", "optree", "greenlet", "threadpoolctl", "mpi4py", "cupy-cuda13x", "torch", "scipy", "numba")
 
@@ -28,11 +29,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _blas() -> str:
+def blas_libraries() -> list[dict[str, Any]]:
+    """The BLAS libraries that this process has loaded, as threadpoolctl describes them."""
     from threadpoolctl import threadpool_info
 
-    libraries = [b for b in threadpool_info() if b["user_api"] == "blas"]
-    texts = [f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in libraries]
+    return [library for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+def _blas() -> str:
+    texts = [f"{b['internal_api']} {b['version']} ({b['num_threads']} threads)" for b in blas_libraries()]
     return ", ".join(texts) or "none found"
 
 

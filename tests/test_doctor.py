@@ -100,6 +100,19 @@ def test_a_wrong_setting_is_a_fault(monkeypatch):
     assert "SPMD_TIMEOUT=600" in finding.mend
 
 
+def test_packages_are_those_that_the_library_requires(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["numpy>=2", "not-there>=1", 'x; extra == "y"'])
+    (finding,) = doctor._python()
+    assert (finding.verdict, "not-there is not installed" in finding.found) == (FAULT, True)
+
+    def missing(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", missing)
+    (finding,) = doctor._python()
+    assert finding.verdict == OK
+
+
 def test_little_shared_memory_is_noted(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1 << 20}))
     (finding,) = doctor._shared_memory()

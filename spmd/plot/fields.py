@@ -185,8 +185,8 @@ def _name_blocks(ax: Any, layout: Layout, d: int, side: str) -> None:
     # The room of a label in entries: letters are about 4.5 points wide and 9 high.
     points = size_in_points(ax)[side == "y"] / max(1, at[-1])
     kept = apart(middles, [(4.5 * len(name) + 9 if side == "x" else 9) / points for name in names])
-    twin = ax.secondary_xaxis("top") if side == "x" else ax.secondary_yaxis("right")
-    axis = twin.xaxis if side == "x" else twin.yaxis
+    scale = ax.secondary_xaxis("top") if side == "x" else ax.secondary_yaxis("right")
+    axis = scale.xaxis if side == "x" else scale.yaxis
     axis.set_ticks([middles[k] for k in kept], [names[k] for k in kept], fontsize="x-small")
     axis.set_tick_params(length=2)
-    (twin.set_xlabel if side == "x" else twin.set_ylabel)("workers", fontsize="x-small")
+    (scale.set_xlabel if side == "x" else scale.set_ylabel)("workers", fontsize="x-small")
