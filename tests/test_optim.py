@@ -195,7 +195,7 @@ def test_arrays_must_fit(p, g, words):
 def formulas(monkeypatch, f):
     """What f gives where no step is fused."""
     with monkeypatch.context() as patch:
-        patch.setattr(spmd.optim._Step, "_kernel_applies", lambda *args: False)
+        patch.setattr(spmd.optim.optimizers._Step, "_kernel_applies", lambda *args: False)
         return f()
 
 
@@ -207,8 +207,10 @@ def test_one_pass_has_the_bits_of_the_formulas(monkeypatch, name, dtype):
     run = lambda: trained(OPTIMIZERS[name], params, grads)
     assert_same(run(), formulas(monkeypatch, run))
     seen = []
-    fits = spmd.optim._Step._kernel_applies
-    monkeypatch.setattr(spmd.optim._Step, "_kernel_applies", lambda *args: seen.append(fits(*args)) or seen[-1])
+    fits = spmd.optim.optimizers._Step._kernel_applies
+    monkeypatch.setattr(
+        spmd.optim.optimizers._Step, "_kernel_applies", lambda *args: seen.append(fits(*args)) or seen[-1]
+    )
     run()
     assert sum(seen) == 6  # the number without dimensions is for the formulas
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,17 +23,13 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, describe, message
 from spmd.kernels import on_device
 from spmd.layout import P, Spec
-from spmd.lazy_imports import lazy_attributes
-from spmd.optim_clipping import clip_by_global_norm
-from spmd.optim_numbers import (
+from spmd.optim.numbers import (
     Rate,
     cast_like,
     checked_option,
     checked_rate,
-    cosine,
     count_of,
     is_short,
-    linear,
     name_of_dtype,
     next_count,
     rate_at,
@@ -44,10 +40,7 @@ from spmd.placement import put
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "clip_by_global_norm", "cosine", "linear", "sgd"]
-
-if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-    __getattr__, __dir__ = lazy_attributes(__name__, {})
+__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "sgd"]
 
 
 class Optimizer(NamedTuple):
@@ -115,6 +108,8 @@ class AdamState(NamedTuple):
     mean: Any
     square: Any
 
+
+SGDState.__module__ = AdamState.__module__ = "spmd.optim"  # where checkpoints and pickles look them up
 
 _MISSING = object()
 

@@ -13,7 +13,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
-from spmd.optim_numbers import as_python_number, cast_like, widened
+from spmd.optim.numbers import as_python_number, cast_like, widened
 from spmd.tracebacks import api_boundary
 
 __all__ = ["clip_by_global_norm"]
