@@ -94,6 +94,8 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 def borrowed(x: torch.Tensor) -> Any:
     """A tensor's data as an array on the same memory: read-only, and to be read before the tensor is written to."""
     with no_overrides():
+        if x._is_zerotensor():  # autograd's zeros have no memory
+            x = x.clone()
         if x.is_cuda:
             return imported("spmd.bridge.torch").from_dlpack(x.detach().resolve_conj().resolve_neg())
         dtype = array_dtype(x.dtype)

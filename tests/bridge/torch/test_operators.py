@@ -498,3 +498,14 @@ def test_forward_mode_of_functions_in_bodies(name, check):
     )(x, t)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["psum", "all_gather", "shift", "psum_scatter"])
+def test_zeros_of_autograd_which_have_no_memory_are_sent(name, dtype):
+    def body():
+        zeros = spt.varying(torch._efficientzerotensor((2, 3), dtype=dtype), "x")
+        return getattr(spt, name)(zeros, "x", **({"tiled": True} if name in ("all_gather", "psum_scatter") else {}))
+
+    got = spt.map(body, (), None, mesh=spmd.Mesh(x=2), check=False)()
+    assert got.dtype is dtype and not got._is_zerotensor() and not got.abs().sum()

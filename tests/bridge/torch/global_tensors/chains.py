@@ -428,12 +428,19 @@ def faults(seed: int, check: bool, twice: bool = False) -> list[str]:
     axes = MESHES[seed % len(MESHES)]
     c = chain(seed, axes, not twice)
     expected = run(c, False, twice)
+    if any(map(_has_rounding_errors_alone, expected[: 3 + len(c.steps)])):  # whose signs the next functions may read
+        return []
     seen = spt.map(lambda: run(c, True, twice), (), None, mesh=spmd.Mesh(**axes), check=check)()
     names = ["leaf"] * 3 + [s.name for s in c.steps] + ["gradient"] * 3 + ["second gradient"] * 3
     for k, (a, b) in enumerate(zip(seen, expected, strict=True)):
         if not _alike(a, b):
             return [f"seed {seed} {axes} check={check}: value {k} ({names[k]}): {a} in place of {b}"]
     return []
+
+
+def _has_rounding_errors_alone(x: torch.Tensor) -> bool:
+    """Whether an entry is what rounding left of a difference that is zero."""
+    return x.is_floating_point() and bool(((x != 0) & (x.abs() < 1e-13)).any())
 
 
 def _alike(a: Any, b: Any) -> bool:
