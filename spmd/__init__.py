@@ -46,6 +46,7 @@ from spmd.placement import from_blocks, from_callback, put
 from spmd.progress_bars import progress
 
 if TYPE_CHECKING:
+    from spmd import data as data
     from spmd import fft as fft
     from spmd import functions as functions
     from spmd import io as io
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from spmd import random as random
     from spmd import scipy as scipy
     from spmd import solvers as solvers
+    from spmd import training as training
     from spmd.autodiff import check_grads, check_vjp, checkpoint, custom_jvp, custom_vjp, hessian, hvp, jacfwd, jacrev
     from spmd.creation import arange, eye, full, linspace, ones, zeros
     from spmd.functions import log_softmax, relu, softmax_cross_entropy
@@ -214,5 +216,8 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.window": ("plan_needs", "plan_transposed", "plan_window"),
             "spmd.window_nd": ("plan_windows",),
         },
-        parts=("fft", "functions", "io", "linear", "numpy", "optim", "plot", "random", "scipy", "solvers"),
+        parts=(
+            *("data", "fft", "functions", "io", "linear", "numpy", "optim", "plot", "random", "scipy", "solvers"),
+            "training",
+        ),
     )

@@ -349,7 +349,10 @@ def keyword(f: Callable, name: str) -> tuple[str, str]:
 
 def public_name(f: Callable) -> str:
     """The name of a function as users write it: `spmd.functions.relu`."""
-    for module in ("spmd", "spmd.functions", "spmd.linear", "spmd.optim", "spmd.random", "spmd.bridge.torch"):
+    for module in (
+        *("spmd", "spmd.data", "spmd.functions", "spmd.linear", "spmd.optim", "spmd.random", "spmd.training"),
+        "spmd.bridge.torch",
+    ):
         public = vars(sys.modules.get(module, sys)).get(f.__name__)
         if public is not None and f in (public, getattr(public, "__wrapped__", None)):
             return f"{module}.{f.__name__}"

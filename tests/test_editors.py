@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "tests" / "typed_programs" / "user_program.py"
 TORCH_PROGRAM = PROGRAM.with_name("torch_program.py")
 MODULES = (
-    *("spmd", "spmd.autodiff", "spmd.fft", "spmd.functions", "spmd.io", "spmd.linear", "spmd.numpy", "spmd.optim"),
-    *("spmd.random", "spmd.scipy", "spmd.solvers", "spmd.testing"),
+    *("spmd", "spmd.autodiff", "spmd.data", "spmd.fft", "spmd.functions", "spmd.io", "spmd.linear", "spmd.numpy"),
+    *("spmd.optim", "spmd.random", "spmd.scipy", "spmd.solvers", "spmd.testing", "spmd.training"),
 )
 
 WRONG = """

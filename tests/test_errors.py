@@ -30,6 +30,7 @@ from mistakes import (
     resampling,
     run,
     step,
+    training,
     transforms,
 )
 
@@ -52,6 +53,7 @@ EVERY = [
     *norms_and_losses.ROWS,
     *transforms.ROWS,
     *pictures.ROWS,
+    *training.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}

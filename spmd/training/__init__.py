@@ -1,0 +1,13 @@
+"""Training with sharded parameters and states, on one mesh, with the values that one worker gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spmd.lazy_imports import lazy_attributes
+from spmd.optim.sharding import shard_specs
+
+__all__ = ["shard_specs"]
+
+if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
+    __getattr__, __dir__ = lazy_attributes(__name__, {})
