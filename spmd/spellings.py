@@ -281,6 +281,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         "exponential_decay": "lambda steps: rate * decay**steps in place of the learning rate",
         "chain": "call one function after the other: spmd.optim.clip_by_global_norm(grads, 1.0), then update",
     },
+    "spmd.data": {
+        **dict.fromkeys(("DataLoader", "Dataset", "TensorDataset"), "spmd.data.Loader(arrays_or_function, sampler)"),
+        **dict.fromkeys(("DistributedSampler", "RandomSampler", "BatchSampler"), "spmd.data.Sampler(data, batch_size)"),
+    },
     "spmd.solvers": {
         **dict.fromkeys(("lsmr", "cgls", "lstsq"), "spmd.solvers.lsqr(A, b)"),
         "pcg": "spmd.solvers.cg(A, b, M=M)",

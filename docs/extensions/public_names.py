@@ -51,6 +51,7 @@ PAGES = (
     Page("solvers", "spmd.solvers", "spmd.solvers", "spmd.solvers", "Solvers of linear systems."),
     Page("optim", "spmd.optim", "spmd.optim", "spmd.optim", "Optimisers, as pure functions."),
     Page("training", "spmd.training", "spmd.training", "spmd.training", "Training with sharded parameters and states."),
+    Page("data", "spmd.data", "spmd.data", "spmd.data", "Minibatches: which samples a worker takes, read ahead."),
     Page("random", "spmd.random", "spmd.random", "spmd.random", "Random numbers that are the same on every mesh."),
     Page("io", "spmd.io", "spmd.io", "spmd.io", "Checkpoints and fields in files."),
     Page("plot", "spmd.plot", "spmd.plot", "spmd.plot", "Pictures by Matplotlib: `pip install spmd[plot]`."),

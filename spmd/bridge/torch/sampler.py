@@ -6,7 +6,6 @@ In a body that tracks states, the tensors of a batch vary along the axes of the 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -15,8 +14,17 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from spmd.bridge.torch.collate import Collate
-from spmd.errors import MeshError, describe, message
-from spmd.layout import block_sizes, offsets
+from spmd.data.shares import (
+    Position,
+    Shares,
+    axis_error,
+    checked_integer,
+    checked_order,
+    numbered_worker,
+    worker_along,
+)
+from spmd.errors import message
+from spmd.layout import block_sizes
 from spmd.mesh import WORKER
 from spmd.tracebacks import api_boundary
 
@@ -61,7 +69,10 @@ class DistributedSampler(Sampler[int]):
     axis_name: in a body, in place of these two numbers, the axis or axes of the mesh that split a minibatch: the first
     axis splits it, and each further axis splits those blocks. Workers that differ along other axes get the same
     indices. Outside of bodies, without any of the three, the workers are the processes of torch.distributed.
-    shuffle, seed: the order. seed must be the same on all workers. `set_epoch` gives each epoch another order.
+    order: "blocked", the blocks of a minibatch, or "strided": the first worker of two takes every other sample of it,
+    from its first on. With padding the default is "strided", as torch has it.
+    shuffle, seed: the order of the epoch. seed must be the same on all workers. `set_epoch` gives each epoch another
+    order.
     drop_last: leave out the last minibatch if it is short; for padding see above.
     batch_size: the samples of a step, over all workers together. With padding only `batches` needs it, and it is a
     multiple of the number of workers.
@@ -91,14 +102,18 @@ class DistributedSampler(Sampler[int]):
         batch_size: int | None = None,
         axis_name: str | Sequence[str] | None = None,
         padding: bool = False,
+        order: str | None = None,
     ):
         _check_dataset(dataset)
         self.dataset: Any = dataset
         self._parts, self.rank, self.axis_names = _workers_of(num_replicas, rank, axis_name)
         self.num_replicas = math.prod(self._parts)
         self.shuffle, self.drop_last, self.padding = bool(shuffle), bool(drop_last), bool(padding)
-        self.seed = _integer("seed", seed, None, "seed=0")
-        self.batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1, "batch_size=64")
+        self.order = checked_order(_WHERE, order, self.padding)
+        self.seed = checked_integer(_WHERE, "seed", seed, None, "seed=0")
+        if batch_size is not None:
+            batch_size = checked_integer(_WHERE, "batch_size", batch_size, 1, "batch_size=64")
+        self.batch_size = batch_size
         if self.batch_size is None and not self.padding:
             raise _batch_size_error(
                 "none",
@@ -112,25 +127,30 @@ class DistributedSampler(Sampler[int]):
                 "a multiple of the number of workers: padding gives all of them equally many samples",
                 f"batch_size={-(-self.batch_size // self.num_replicas) * self.num_replicas}, or padding=False",
             )
-        self.epoch = 0
-        self._position = (0, 0)  # of the last pass: the steps that the program has, and the indices of the next one
-        self._first = (0, 0)  # where that pass began
-        self._resumes = False
+        self._position = Position()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next pass."""
+        return self._position.epoch
+
+    @property
+    def _shares(self) -> Shares:
+        """The minibatches of an epoch of the dataset as long as it is now."""
+        n = len(self.dataset)
+        return Shares(n, self.batch_size, self._parts, self.rank, self.drop_last, self.padding, self.order)
 
     def __iter__(self) -> Iterator[int]:
         self._refuse_empty_shares()
-        self._set_start()
+        self._position.reset()
         return self._pass()
 
     def _pass(self) -> Iterator[int]:
-        (step, offset), indices = self._start(), self._indices()
-        for count in range(step * self.local_batch_size + offset + 1, len(indices) + 1):
-            self._position = self._position_after(count, len(indices))
-            yield indices[count - 1]
-
-    def _position_after(self, count: int, length: int) -> tuple[int, int]:
-        """The position after so many of this worker's indices of an epoch."""
-        return divmod(count, self.local_batch_size) if count < length else (self._steps, 0)
+        (step, offset), indices, shares = self._position.begin(), self._indices(), self._shares
+        size, end = self.local_batch_size, (shares.steps, 0)
+        for count, index in enumerate(indices[step * size + offset :], step * size + offset + 1):
+            self._position.at = divmod(count, size) if count < len(indices) else end
+            yield index
 
     def note_batches(self, count: int, batch_size: int | None) -> None:
         """Set the position to that of a program that has `count` batches of this pass from a DataLoader, whose
@@ -138,25 +158,21 @@ class DistributedSampler(Sampler[int]):
 
         batch_size: the indices of a batch, if the loader groups single ones; None: a batch is a step of `batches`.
         """
-        step, offset = self._first
+        step, offset = self._position.first
         if batch_size is None:
-            self._position = (step + count, 0) if count else self._first
+            self._position.at = (step + count, 0) if count else (step, offset)
             return
-        length = len(self)
-        at = step * self.local_batch_size + offset + count * batch_size
-        self._position = self._position_after(min(at, length), length)
+        shares, size = self._shares, self.local_batch_size
+        at = step * size + offset + count * batch_size
+        self._position.at = divmod(at, size) if at < len(shares) else (shares.steps, 0)
 
     def __len__(self) -> int:
-        n = len(self.dataset)
-        if self.padding:
-            return n // self.num_replicas if self.drop_last else -(-n // self.num_replicas)
-        whole, rest = self._minibatch_counts
-        return whole * self.local_batch_size + self._share(rest)
+        return len(self._shares)
 
     @property
     def local_batch_size(self) -> int:
         """This worker's share of a whole minibatch; with padding and without batch_size, 1."""
-        return 1 if self.batch_size is None else self._share(self.batch_size)
+        return self._shares.share(self._shares.minibatch)
 
     @property
     def batches(self) -> Batches:
@@ -181,10 +197,8 @@ class DistributedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by seed + epoch from now on. Call it on all workers before each epoch."""
-        epoch = _integer("epoch", epoch, None, "sampler.set_epoch(0)", f"{_WHERE}.set_epoch")
-        if epoch != self.epoch:
-            self._position, self._resumes = (0, 0), False
-        self.epoch = epoch
+        where = f"{_WHERE}.set_epoch"
+        self._position.set_epoch(checked_integer(where, "epoch", epoch, None, "sampler.set_epoch(0)"))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the last pass, as plain numbers: epoch, yielded steps, and what the order depends on.
@@ -194,35 +208,17 @@ class DistributedSampler(Sampler[int]):
         as `like`, go on with the next minibatch. Any number of workers may resume from it, unless it was taken within
         a share, or with padding.
         """
-        step, offset = self._position
-        return {"epoch": self.epoch, "step": step, "offset": offset, **self._order}
+        return self._position.state(self._depends_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state: the next pass starts at its position, unless `set_epoch` sets another epoch first.
 
         The state needs "epoch" and "step". Its other values must agree with this sampler (ValueError).
         """
-        where = f"{_WHERE}.load_state_dict"
-        mend = 'sampler.load_state_dict({"epoch": 2, "step": 10})'
-        epoch = _integer("state_dict['epoch']", state_dict.get("epoch"), None, mend, where)
-        step = _integer("state_dict['step']", state_dict.get("step"), 0, mend, where)
-        offset = _integer("state_dict['offset']", state_dict.get("offset", 0), 0, mend, where)
-        for name, value in self._order.items():
-            loaded = state_dict.get(name, value)
-            if loaded != value and (name != "num_replicas" or self.padding or offset):
-                raise ValueError(
-                    message(
-                        where,
-                        argument=f"state_dict[{name!r}]",
-                        got=repr(loaded),
-                        need=f"{value!r}, as this sampler has it: otherwise samples would come twice, or never",
-                        mend=f"make the sampler as it was, or start at the next epoch: sampler.set_epoch({epoch + 1})",
-                    )
-                )
-        self.epoch, self._position, self._resumes = epoch, (step, offset), True
+        self._position.load(f"{_WHERE}.load_state_dict", state_dict, self._depends_on)
 
     @property
-    def _order(self) -> dict[str, Any]:
+    def _depends_on(self) -> dict[str, Any]:
         """The values that determine the order of the samples, besides the epoch."""
         return {
             "samples": len(self.dataset),
@@ -231,65 +227,23 @@ class DistributedSampler(Sampler[int]):
             "seed": self.seed,
             "padding": self.padding,
             "num_replicas": self.num_replicas,
+            "order": self.order,
         }
-
-    def _set_start(self) -> None:
-        """Set the position to that at which the next pass starts."""
-        if not self._resumes:
-            self._position = (0, 0)
-
-    def _start(self) -> tuple[int, int]:
-        """Start a pass; its step and offset. A pass starts at its first index, because a DataLoader with processes
-        makes two iterators and uses the second."""
-        self._set_start()
-        self._resumes = False
-        self._first = self._position
-        return self._position
-
-    def _share(self, n: int) -> int:
-        """This worker's number of samples, of n."""
-        return block_sizes(n, self._parts)[self.rank]
-
-    @property
-    def _minibatch_counts(self) -> tuple[int, int]:
-        """The number of whole minibatches, and the number of samples in the short last one, or 0."""
-        assert self.batch_size is not None
-        whole, rest = divmod(len(self.dataset), self.batch_size)
-        return whole, 0 if self.drop_last else rest
-
-    @property
-    def _steps(self) -> int:
-        if self.padding:
-            return -(-len(self) // self.local_batch_size)
-        whole, rest = self._minibatch_counts
-        return whole + (rest > 0)
 
     def _indices(self) -> list[int]:
         """This worker's indices of an epoch, step by step."""
-        n = len(self.dataset)
-        order = torch.arange(n, device="cpu")
+        shares = self._shares
+        order = torch.arange(shares.samples, device="cpu")
         if self.shuffle:  # on the host, whatever the default device is
             generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
-            order = torch.randperm(n, generator=generator, device="cpu")
-        if self.padding:
-            positions = self.rank + self.num_replicas * torch.arange(len(self), device="cpu")
-            return order[positions % max(n, 1)].tolist()
-        assert self.batch_size is not None
-        whole, rest = self._minibatch_counts
-        end = whole * self.batch_size
-        shares = order[:end].reshape(whole, self.batch_size)[:, self._bounds(self.batch_size)]
-        return shares.flatten().tolist() + order[end : end + rest][self._bounds(rest)].tolist()
-
-    def _bounds(self, n: int) -> slice:
-        """The positions of this worker's share of n samples."""
-        return slice(*offsets(block_sizes(n, self._parts))[self.rank : self.rank + 2])
+            order = torch.randperm(shares.samples, generator=generator, device="cpu")
+        return order[torch.from_numpy(shares.positions())].tolist()
 
     def _refuse_empty_shares(self) -> None:
         if self.padding:
             return
-        assert self.batch_size is not None
-        whole, rest = self._minibatch_counts
-        for count, what in ((self.batch_size * (whole > 0), "a minibatch"), (rest, "the last minibatch")):
+        whole, rest = self._shares.counts
+        for count, what in ((self._shares.minibatch * (whole > 0), "a minibatch"), (rest, "the last minibatch")):
             if count and not min(block_sizes(count, self._parts)):
                 raise ValueError(
                     message(
@@ -320,19 +274,19 @@ class Batches(Sampler[list[int]]):
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.sampler._set_start()
+        self.sampler._position.reset()
         return self._pass()
 
     def _pass(self) -> Iterator[list[int]]:
-        (step, offset), indices = self.sampler._start(), self.sampler._indices()
-        size = self.sampler.local_batch_size
-        for number in range(step, self.sampler._steps):
-            self.sampler._position = (number + 1, 0)
+        position, size = self.sampler._position, self.sampler.local_batch_size
+        (step, offset), indices = position.begin(), self.sampler._indices()
+        for number in range(step, len(self)):
+            position.at = (number + 1, 0)
             yield indices[number * size + offset : (number + 1) * size]
             offset = 0
 
     def __len__(self) -> int:
-        return self.sampler._steps
+        return self.sampler._shares.steps
 
     @property
     def batch_size(self) -> int:
@@ -360,21 +314,6 @@ def _batch_size_error(got: str, need: str, mend: str, where: str = _WHERE) -> Va
     return ValueError(message(where, argument="batch_size", got=got, need=need, mend=mend))
 
 
-def _integer(argument: str, value: Any, minimum: int | None, mend: str, where: str = _WHERE) -> int:
-    """A number as a plain integer. Raises TypeError for other values, ValueError below the minimum."""
-    need = "an integer" if minimum is None else f"an integer of at least {minimum}"
-    text = message(where, argument=argument, got=describe(value), need=need, mend=mend)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(text) from None
-    if isinstance(value, bool):
-        raise TypeError(text)
-    if minimum is not None and number < minimum:
-        raise ValueError(text)
-    return int(number)
-
-
 def _check_dataset(dataset: Any) -> None:
     """Raise TypeError for a dataset without indices or length."""
     name = type(dataset).__name__
@@ -396,53 +335,17 @@ def _workers_of(
     num_replicas: Any, rank: Any, axis_name: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
     """The numbers of parts into which a minibatch is split, major to minor; the index of this worker; the axes."""
-    worker = WORKER.get()
     if axis_name is not None:
-        if num_replicas is not None or rank is not None:
-            raise _axis_error(
-                f"{axis_name!r}, with num_replicas={num_replicas}, rank={rank}",
-                "the axis, or the two numbers",
-                "leave out one of them",
-            )
-        if worker is None:
-            raise _axis_error(
-                f"{axis_name!r}, outside of any body",
-                "a worker, which has an index along the axis",
-                "make it inside the function that is mapped, or give num_replicas= and rank=",
-            )
-        names = worker.mesh.names(axis_name, _WHERE)
-        group = worker.group(names)
-        return group.dims, group.index, names
+        return worker_along(_WHERE, axis_name, num_replicas, rank)
     if num_replicas is None and rank is None:
+        worker = WORKER.get()
         if worker is not None:
-            raise _axis_error(
+            raise axis_error(
+                _WHERE,
                 f"none, in a body on {worker.mesh}",
                 "the axes along which minibatches are split",
                 f"axis_name={next(iter(worker.mesh.axes), ())!r}",
             )
         if dist.is_available() and dist.is_initialized():
             return (dist.get_world_size(),), dist.get_rank(), ()
-    if num_replicas is None or rank is None:
-        raise MeshError.at(
-            _WHERE,
-            got=f"num_replicas={num_replicas}, rank={rank}, axis_name=None",
-            need="the number of workers, and which of them this is",
-            mend='num_replicas=4, rank=k, or in a body axis_name="data"; the size of a minibatch is batch_size=',
-        )
-    size = _integer("num_replicas", num_replicas, 1, "num_replicas=4")
-    index = _integer("rank", rank, 0, "rank=0")
-    if index >= size:
-        raise ValueError(
-            message(
-                _WHERE,
-                argument="rank",
-                got=f"{index} of {size} workers",
-                need=f"an integer from 0 to {size - 1}",
-                mend="rank=0 is the first worker",
-            )
-        )
-    return (size,), index, ()
-
-
-def _axis_error(got: str, need: str, mend: str) -> MeshError:
-    return MeshError.at(_WHERE, argument="axis_name", got=got, need=need, mend=mend)
+    return numbered_worker(_WHERE, num_replicas, rank)
