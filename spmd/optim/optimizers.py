@@ -40,7 +40,7 @@ from spmd.placement import put
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "sgd"]
+__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "checked_array", "sgd"]
 
 
 class Optimizer(NamedTuple):
@@ -76,7 +76,7 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
-    specs: Callable[[Any], Any]
+    specs: Callable[..., Any]
 
 
 class SGDState(NamedTuple):
@@ -262,7 +262,7 @@ def _spec_like(where: str, path: str, x: Any) -> Spec | None:
     )
 
 
-def _check(argument: str, a: Any, p: Any = None) -> None:
+def checked_array(argument: str, a: Any, p: Any = None) -> None:
     """Raise unless a is an array of real floating-point numbers with the shape of the parameter p."""
     if hasattr(type(a), "__array__") and not on_device(a):
         admit(a, "spmd.optim", argument, error=ValueError)
@@ -289,7 +289,7 @@ def _first_count(params: Any) -> Any:
 
 def _zeros(p):
     """The initial state of a parameter; in float32 for short dtypes, whose squares would underflow."""
-    _check("params", p)
+    checked_array("params", p)
     return np.zeros_like(p, dtype=np.float32) if is_short(p) else np.zeros_like(p)
 
 
@@ -344,8 +344,8 @@ class _Step(NamedTuple):
 
     def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         p, g, *_ = arrays
-        _check("params", p)
-        _check("grads", g, p)
+        checked_array("params", p)
+        checked_array("grads", g, p)
         return self.formula(*arrays)
 
     def _kernel_applies(self, arrays: tuple[Any, ...]) -> bool:

@@ -17,7 +17,7 @@ from spmd.spec import unreduced_error
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 
-__all__ = ["shard_specs", "sharded_spec"]
+__all__ = ["mesh_of", "own_spec", "shard_specs", "sharded_spec"]
 
 _WHERE = "spmd.training.shard_specs"
 
@@ -45,7 +45,7 @@ def shard_specs(params: Any, axis_name: str | Sequence[str], param_specs: Any = 
         ...     spmd.training.shard_specs(params, "data", {"w": P(None, "model"), "b": P("model"), "scale": P()})
         {'w': P('data', 'model'), 'b': P(('model', 'data')), 'scale': P()}
     """
-    mesh = mesh_for(next(_meshes(params), None), _WHERE)
+    mesh = mesh_of(params, _WHERE)
     names = mesh.names(axis_name, _WHERE)
     structure = tree.structure(params, none_is_leaf=True)
     leaves = spread(_WHERE, "params", "param_specs", P() if param_specs is None else param_specs, params)
@@ -55,8 +55,10 @@ def shard_specs(params: Any, axis_name: str | Sequence[str], param_specs: Any = 
     )
 
 
-def _meshes(params: Any) -> Any:
-    return (x.mesh for x in map(value_of, tree.leaves(params)) if type(x) is PartitionedArray)
+def mesh_of(params: Any, where: str) -> Mesh:
+    """The mesh of the global arrays in a tree, or of the enclosing `with mesh:`."""
+    meshes = (x.mesh for x in map(value_of, tree.leaves(params)) if type(x) is PartitionedArray)
+    return mesh_for(next(meshes, None), where)
 
 
 def _of_leaf(mesh: Mesh, names: tuple[str, ...], path: str, x: Any, spec: Spec | None, own_layout: bool) -> Spec | None:
@@ -73,7 +75,7 @@ def _of_leaf(mesh: Mesh, names: tuple[str, ...], path: str, x: Any, spec: Spec |
             mend="params with None, or no entry, in place of what is no array",
         )
     if own_layout:
-        spec = _own_spec(value)
+        spec = own_spec(value)
     if not isinstance(spec, Spec):
         raise SpecError.at(
             _WHERE,
@@ -88,9 +90,10 @@ def _of_leaf(mesh: Mesh, names: tuple[str, ...], path: str, x: Any, spec: Spec |
     return _sharded_layout(mesh.layout(tuple(shape), spec, _WHERE, f"param_specs, for {path}"), names, path)
 
 
-def _own_spec(value: Any) -> Spec:
-    """The spec that an array has: that of a global array, or of a `ShapeDtypeStruct`."""
+def own_spec(value: Any) -> Spec:
+    """The spec that an array has: that of a global array, of a `Layout`, or of a `ShapeDtypeStruct`."""
     layout = value.layout if type(value) is PartitionedArray else getattr(value, "spec", None)
+    layout = value if isinstance(value, Layout) else layout
     if not isinstance(layout, Layout):
         return P() if layout is None else layout
     if layout.spec is None or not layout.balanced or layout.copies != "invariant":

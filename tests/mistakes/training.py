@@ -5,7 +5,7 @@ from __future__ import annotations
 import spmd
 from mistakes import EVEN, D, Row, X, run
 from spmd import P
-from spmd.errors import LayoutError, MeshError, SpecError
+from spmd.errors import LayoutError, MeshError, SpecError, StateError
 
 SPECS = "spmd.training.shard_specs"
 
@@ -87,4 +87,100 @@ SHARD_SPECS = [
     )
 ]
 
-ROWS = [*SHARD_SPECS]
+SHARD = "spmd.optim.shard"
+
+
+def sharded_step(params, state=None, **options):
+    """A step in a body. params: their spec. state: of them, in place of the right one."""
+
+    def call():
+        optimizer = spmd.optim.shard(spmd.optim.adam(), "data")
+
+        def body(p):
+            given = optimizer.init(p) if state is None else state(p)
+            return optimizer.update(p, given, p)[0]
+
+        return run(body, EVEN, ins=params, out=params, **options)
+
+    return call
+
+
+SHARDED = [
+    Row(f"shard: {name}", call, error, head, got, need, mend)
+    for name, call, error, head, got, need, mend in (
+        (
+            "no optimiser",
+            lambda: spmd.optim.shard(spmd.optim.adam, "data"),
+            SpecError,
+            f"{SHARD}: argument optimizer",
+            "function adam",
+            "functions init, update and specs",
+            "spmd.optim.adam(1e-3)",
+        ),
+        (
+            "parameters in blocks",
+            sharded_step(D, state=lambda p: spmd.optim.adam().init(p)),
+            StateError,
+            f"{SHARD}: argument params",
+            "Varying(data)",
+            "Invariant along 'data'",
+            "without shard",
+        ),
+        (
+            "a state made of blocks",
+            sharded_step(P("model")),
+            StateError,
+            f"init of {SHARD}: argument params",
+            "Varying(model)",
+            "a whole parameter",
+            "optimizer.init(params) before the map",
+        ),
+        (
+            "a state that is whole",
+            sharded_step(P(), state=lambda p: spmd.optim.adam().init(p)),
+            LayoutError,
+            f"{SHARD}: argument state, of params",
+            "float64[4, 2]",
+            "the part of",
+            "optimizer.specs(param_specs, params)",
+        ),
+        (
+            "arrays without states",
+            sharded_step(P(), check=False),
+            StateError,
+            SHARD,
+            "check=False",
+            "arrays that say whether",
+            "check=True",
+        ),
+        (
+            "specs without shapes",
+            lambda: spmd.optim.shard(spmd.optim.adam(), "data").specs({"w": P()}),
+            SpecError,
+            f"specs of {SHARD}: argument params",
+            "param_specs['w'] = P()",
+            "structs of their shapes",
+            "optimizer.specs(param_specs, params)",
+        ),
+        (
+            "an axis that the mesh lacks",
+            lambda: spmd.optim.shard(spmd.optim.adam(), "dat").init(EVEN),
+            MeshError,
+            f"{SPECS}: argument axis_name",
+            "'dat'",
+            "an axis of",
+            "write 'data'",
+        ),
+        (
+            "an update without parameters",
+            lambda: spmd.optim.shard(spmd.optim.adam(), "data").update(EVEN, None),
+            SpecError,
+            "update of spmd.optim: argument params",
+            "nothing",
+            "the parameters",
+            "optimizer.update(grads, state, params)",
+        ),
+    )
+]
+
+ROWS = [*SHARD_SPECS, *SHARDED]
