@@ -266,7 +266,7 @@ def apply_binary(prim: Primitive, x, y, into: Array | None = None, ufunc: Any = 
 
 def _like(x):
     """What the tape keeps of an operand without its value: its node, or its shape and dtype."""
-    return Like(x.shape, x.dtype) if hasattr(x, "dtype") and type(x) is not Node else x
+    return Like(x.shape, x.dtype) if hasattr(x, "dtype") and not isinstance(x, Node) else x
 
 
 class _Taken:

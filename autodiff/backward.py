@@ -14,10 +14,11 @@ import numpy as np
 from spmd.autodiff import cupy_fallback
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import owns_memory
+from spmd.autodiff.dropping import recorded_args
 from spmd.autodiff.dtypes import cotangent_dtype
 from spmd.autodiff.sanitizers import FINITE, Watched, check_finite
 from spmd.autodiff.staging.recorder import one_line
-from spmd.autodiff.tape import STEP, Bundle, Future, Like, Node, Tape, underscored
+from spmd.autodiff.tape import STEP, Arriving, Bundle, Future, Like, Node, Tape, underscored
 from spmd.errors import DifferentiationError
 
 __all__ = ["fit", "is_sole_owner", "sweep", "unbroadcast"]
@@ -97,6 +98,8 @@ def sweep(tape: Tape, seeds: Iterable[tuple[Node, Any]], leaves: list[Node], *, 
             raise AttributeError(underscored(f".{error.name}")) from None
         raise
     del top_of_heap
+    if tape.dropped is not None:
+        tape.dropped.swept()
     return cotangents.of_leaves(leaves)
 
 
@@ -115,7 +118,7 @@ class Cotangents:
         self.kinds = FINITE.get()
         self.by_node: dict[Node, Any] = {}
         self.owned: set[Node] = set()
-        self.deferred: dict[Node, list[Future]] = {}
+        self.deferred: dict[Node, list[Future | Arriving]] = {}
         self.sweep_state: dict[Any, Any] = {}
 
     def add(self, node: Node, g: Any) -> None:
@@ -156,6 +159,13 @@ class Cotangents:
         else:
             old = None
             self.add(parent, h)
+
+    def expect(self, node: Node, arriving: Arriving) -> None:
+        """Add a cotangent that has not arrived: that of a leaf at the end, others now."""
+        if node.prim is None and node.place is not STEP:
+            self.deferred.setdefault(node, []).append(arriving)
+        else:
+            self.add(node, arriving.wait())
 
     def check(self, h: Any, node: Node) -> None:
         """Raise if the result of a rule is None, or holds what `spmd.debug` looks for."""
@@ -211,7 +221,7 @@ def _pull_special(node: Node, cotangents: Cotangents, free: bool) -> None:
     elif prim.joint is not None:
         for parent, part in zip(parents, prim.joint(g, *args[1:]), strict=True):
             if parent is not None and part is not None:
-                cotangents.add(parent, part)
+                (cotangents.expect if type(part) is Arriving else cotangents.add)(parent, part)
     elif type(g) is Bundle:
         g = g.filled(node.results)
     over = prim.over if prim.over is not None and type(g) is np.ndarray and is_sole_owner(getrefcount(g), g) else None
@@ -270,7 +280,7 @@ def _top_of_heap(nodes: list[Node]) -> np.ndarray | None:
     It lies at the top of the heap. If it is freed first, malloc trims the heap with each later array, and new arrays
     fault the pages in again. Arrays of the memory pool lie elsewhere."""
     for node in nodes[:-5:-1]:
-        for x in node.args:
+        for x in recorded_args(node):
             if type(x) is np.ndarray and x.nbytes > INPLACE_MIN and x.flags.owndata:
                 return x
     return None

@@ -15,6 +15,7 @@ import numpy as np
 from spmd.autodiff import devices, tree
 from spmd.autodiff.apply import weak
 from spmd.autodiff.backward import sweep
+from spmd.autodiff.dropping import recorded_args
 from spmd.autodiff.signatures import Parameters, Result
 from spmd.autodiff.sketch import Sketch, differ, rounding, sketch, slack
 from spmd.autodiff.staging.recorder import slot_of
@@ -145,9 +146,9 @@ def recomputed(call: Callable, leaves: list, tapes: Sequence[Tape], where: str, 
             places = {k: place_of(x.node) for k, x in differentiated.items()}
             first = first or FirstRun([sketches(o) for o in outs], out_tree)
             again = (Replay if loop is None else loop.replay)(call, places, tape, closed[i], inner, where, first)
-            pull = functools.partial(again.pull, [lower(x, tape) for x in level_leaves])
             nodes = [*(x.node for x in differentiated.values()), *closed[i]]
-            outs = joint(where, tape, nodes, outs, pull, sums=loop is not None)
+            kept = [lower(x, tape) for x in level_leaves]
+            outs = joint(where, tape, nodes, outs, again.pull, kept=kept, sums=loop is not None)
     return tree.unflatten(out_tree, outs)
 
 
@@ -327,7 +328,7 @@ class Replay:
 
 def _kept_arrays(values: list, side_tape: Tape) -> Iterator[Any]:
     """The arguments of a call that are arrays, and the arrays that its tape keeps."""
-    for x in itertools.chain(values, *(node.args for node in side_tape.nodes)):
+    for x in itertools.chain(values, *(recorded_args(node) for node in side_tape.nodes)):
         x = slot_of(value_of(x))
         if isinstance(x, np.ndarray | np.generic):
             yield x

@@ -276,7 +276,11 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
     likes = [(np.shape(value_of(x)), x.state) if type(x) is Array else None for x in leaves]
     results = [(_zeros(o), getattr(o, "state", None)) for o in outs]
 
-    def pull(gs):
+    kept, kept_tree = tree.flatten(residuals, none_is_leaf=True)
+    del residuals
+
+    def pull(kept, gs):
+        residuals = tree.unflatten(kept_tree, kept)
         full = [zeros() if g is None else stated(g, state) for g, (zeros, state) in zip(gs, results, strict=True)]
         pulled: list[Any] = []
         for k, (g, like) in enumerate(zip(back(residuals, tree.unflatten(out_tree, full)), likes, strict=True)):
@@ -291,7 +295,7 @@ def _with_pullback(tape: Tape, leaves: list, run: Callable, back: Callable, wher
             pulled.append(unstated(tracer.mixing.bring(float(g) if type(g) is int else g, None, state)))
         return pulled
 
-    return tree.unflatten(out_tree, joint(where, tape, leaves, outs, pull))
+    return tree.unflatten(out_tree, joint(where, tape, leaves, outs, pull, kept=kept))
 
 
 def _zeros(x) -> Callable[[], Any]:

@@ -22,8 +22,8 @@ from spmd.autodiff.tree import Leaf
 from spmd.errors import ClosureError, DifferentiationError, message
 
 __all__ = [
-    *("ACTIVE", "STEP", "Bundle", "Future", "Like", "Node", "Place", "Tape", "recording", "redirected"),
-    "suspended",
+    *("ACTIVE", "STEP", "Arriving", "Bundle", "Dropped", "Future", "Like", "Node", "Place", "Tape", "recording"),
+    *("redirected", "suspended"),
 ]
 
 _levels = itertools.count(1)
@@ -108,9 +108,10 @@ class Tape:
     varied_scalars: by id, the nodes of scalars that were converted because another operand had another state.
     outer: while a step is recorded apart, what `open` and `varied_copies` are outside of it, the step's nodes, and
         this of a loop around.
+    dropped: what makes the arrays again that the tape does not keep, if there are any.
     """
 
-    __slots__ = ("level", "lock", "nodes", "once", "open", "outer", "varied_copies", "varied_scalars")
+    __slots__ = ("dropped", "level", "lock", "nodes", "once", "open", "outer", "varied_copies", "varied_scalars")
 
     def __init__(self, once: bool = False) -> None:
         self.level = next(_levels)
@@ -121,6 +122,7 @@ class Tape:
         self.varied_copies: dict[Any, Any] = {}
         self.outer: tuple[Any, dict[Any, Any], list[Node], Any] | None = None
         self.varied_scalars: dict[int, Node] = {}
+        self.dropped: Dropped | None = None
 
     def leaf(self, shape, dtype, place: Place | None = None) -> Node:
         node = Node(None, (), (), (), {}, shape, dtype)
@@ -254,6 +256,23 @@ class Future(Protocol):
 
     def wait(self) -> Any:
         """Wait for the cotangent."""
+        ...
+
+
+class Arriving:
+    """A cotangent that the pullback of several parents gives before it has arrived. wait: waits for it."""
+
+    __slots__ = ("wait",)
+
+    def __init__(self, wait: Callable[[], Any]):
+        self.wait = wait
+
+
+class Dropped(Protocol):
+    """What makes arrays again that a tape does not keep: see `dropping`."""
+
+    def swept(self) -> None:
+        """A backward sweep has ended."""
         ...
 
 

@@ -417,23 +417,32 @@ def stop_gradient(x: Result) -> Result:
 
 
 def joint(
-    name: str, tape: Tape, parents: Sequence[Any], outs: list, pull: Callable[..., Sequence[Any]], *, sums: bool = False
+    name: str,
+    tape: Tape,
+    parents: Sequence[Any],
+    outs: list,
+    pull: Callable[..., Sequence[Any]],
+    *,
+    kept: Any = None,
+    sums: bool = False,
 ) -> list:
     """Record results that one pullback serves: `pull(cotangents, None where none came)` gives those of `parents`.
 
-    name: of what is recorded, for errors. sums: pull(cotangents, arrived) gives sums; see `Primitive`.
+    name: of what is recorded, for errors. sums: pull(cotangents, arrived) gives sums; see `Primitive`. kept: a list of
+    arrays that the pullback needs, if the tape is to keep them: pull(kept, cotangents).
 
     Each of `parents` is a node of the tape, or an argument that may be traced by it. Each of `outs` is a value of the
     level below the tape; each comes back as an Array on the tape.
     """
     count = len(outs)
 
-    def pull_bundle(bundle: Bundle, *arrived: Any):
-        return pull([bundle.parts.get(k) for k in range(count)], *arrived)
+    def pull_bundle(bundle: Bundle, kept: Any, *arrived: Any):
+        gs = [bundle.parts.get(k) for k in range(count)]
+        return pull(gs, *arrived) if kept is None else pull(kept, gs, *arrived)
 
-    nodes = [p if type(p) is Node else p.node if on(p, tape) else None for p in parents]
+    nodes = [p if isinstance(p, Node) else p.node if on(p, tape) else None for p in parents]
     prim = Primitive(None, name, joint=_summed_together if sums else _pulled_together, sums=sums)
-    node = record(tape, prim, nodes, (pull_bundle,), (), None)
+    node = record(tape, prim, nodes, (pull_bundle, kept), (), None)
     results = []
     for k, out in enumerate(outs):
         if kind_of(out) not in ("f", "c"):
@@ -448,9 +457,9 @@ def joint(
     return results
 
 
-def _pulled_together(bundle: Bundle, pull: Callable[[Bundle], Sequence[Any]]) -> Sequence[Any]:
-    return pull(bundle)
+def _pulled_together(bundle: Bundle, pull: Callable[..., Sequence[Any]], kept: Any) -> Sequence[Any]:
+    return pull(bundle, kept)
 
 
-def _summed_together(bundle: Bundle, arrived: Any, pull: Callable[..., Sequence[Any]]) -> Sequence[Any]:
-    return pull(bundle, arrived)
+def _summed_together(bundle: Bundle, arrived: Any, pull: Callable[..., Sequence[Any]], kept: Any) -> Sequence[Any]:
+    return pull(bundle, kept, arrived)
