@@ -19,7 +19,7 @@ from spmd.autodiff.tracer import Array
 from spmd.autodiff.transforms import joint
 from spmd.errors import LayoutError, SpecError, StateError, all_of, axes_of, describe
 from spmd.frontends import frontend
-from spmd.layout import P
+from spmd.layout import Layout, P
 from spmd.mesh import Worker, here
 from spmd.operators.apply import launch, operate
 from spmd.operators.base import named
@@ -144,12 +144,14 @@ def _dimension(worker: Worker, x: Any, path: str, spec: Any, names: tuple[str, .
     """The dimension along which a leaf is gathered; None where it is not."""
     if spec is None or x is None:
         return None
+    if isinstance(spec, Layout) and spec.spec is not None:
+        spec = spec.spec
     if not isinstance(spec, P):
         raise SpecError.at(
             _NAME,
             argument=f"specs, for {path!r}",
             got=describe(spec),
-            need="a spec",
+            need="a spec, or a layout by one",
             mend='P("data"), as in the in_specs of the map',
         )
     spec.check(worker.mesh.axes, _NAME, path, getattr(x, "ndim", 0))
