@@ -70,7 +70,7 @@ def gathered(units: Sequence[Tree], specs: Any, axis_name: AxisName, *, prefetch
         ...     layers = [spmd.put(np.eye(3), P("data")) for _ in range(4)]
         ...     gradient = spmd.grad(f)(layers, spmd.put(np.ones((2, 3)), P("data")))
         >>> gradient[0].spec, log.operators["AllGather"], log.operators["ReduceScatter"]
-        (P('data'), 7, 4)
+        (P('data', None), 6, 4)
     """
     worker = here(_NAME)
     names = worker.mesh.names(axis_name, _NAME)

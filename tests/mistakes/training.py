@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import spmd
 from mistakes import EVEN, D, Row, X, run
 from spmd import P
-from spmd.errors import LayoutError, MeshError, SpecError, StateError
+from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError
 
 SPECS = "spmd.training.shard_specs"
 
@@ -183,4 +185,184 @@ SHARDED = [
     )
 ]
 
-ROWS = [*SHARD_SPECS, *SHARDED]
+
+GATHERED = "spmd.training.gathered"
+
+
+def over(units, specs=D, axis_name="data", **options):
+    """A loop over units."""
+    return [w + 0 for w in spmd.training.gathered(units, specs, axis_name, **options)]
+
+
+def _in_map(*args, **options):
+    return lambda: run(lambda x: over(*(a(x) if callable(a) else a for a in args), **options), EVEN, ins=D, out=None)
+
+
+def _left_before():
+    def body(x):
+        kept = None
+        for w in spmd.training.gathered([x, x, x], D, "data"):
+            if kept is None:
+                kept = w
+                del w
+        return kept + 1
+
+    run(body, EVEN)
+
+
+def _shapes_differ(x):
+    return x[:, : 1 + spmd.worker_index("data")]
+
+
+GATHERED_UNITS = [
+    Row(f"gathered: {name}", call, error, f"{GATHERED}: argument {argument}" if argument else GATHERED, got, need, mend)
+    for name, call, error, argument, got, need, mend in (
+        (
+            "outside of a body",
+            lambda: over([EVEN]),
+            MeshError,
+            "",
+            "a call outside of any body",
+            "a worker",
+            "call it inside a function that spmd.map runs",
+        ),
+        (
+            "units that are no list",
+            _in_map(lambda x: {"first": x}),
+            SpecError,
+            "units",
+            "a dict",
+            "a list of trees of blocks, one tree for each unit",
+            "[params[name] for name in order] of a dict",
+        ),
+        (
+            "an array in place of units",
+            _in_map(lambda x: x),
+            SpecError,
+            "units",
+            "Varying(data) array float64[2, 2]",
+            "a list of trees of blocks",
+            "[unit] of one",
+        ),
+        (
+            "specs of another tree",
+            _in_map(lambda x: [x, x], [D]),
+            SpecError,
+            "specs, for 'units'",
+            "units has 2 entries for 1 specs",
+            "a prefix of",
+            "write a spec for the whole",
+        ),
+        (
+            "what is no spec",
+            _in_map(lambda x: [x], ["data"]),
+            SpecError,
+            "specs, for 'units[0]'",
+            "str 'data'",
+            "a spec",
+            'P("data")',
+        ),
+        (
+            "specs that do not name the axis",
+            _in_map(lambda x: [x], P("model")),
+            SpecError,
+            "specs",
+            "specs of which none names axis 'data'",
+            "with 'data' in a dimension",
+            "spmd.training.shard_specs(params, 'data')",
+        ),
+        (
+            "an axis that the mesh has not",
+            _in_map(lambda x: [x], D, "dta"),
+            MeshError,
+            "axis_name",
+            "'dta'",
+            "an axis of Mesh(data=2, model=2)",
+            "write 'data'",
+        ),
+        (
+            "a spec with more dimensions than the block",
+            _in_map(lambda x: [x], P(None, None, "data")),
+            SpecError,
+            "units[0]",
+            "P(None, None, 'data') for an array of 2 dimensions",
+            "a spec of at most 2 entries",
+            "shorten the spec",
+        ),
+        (
+            "another axis that splits last",
+            _in_map(lambda x: [x], P(("data", "model"))),
+            SpecError,
+            "specs, for 'units[0]'",
+            "P(('data', 'model')), in which 'data' is not what splits last",
+            "or by other axes first",
+            "P(('model', 'data'))",
+        ),
+        (
+            "an Invariant array",
+            _in_map(lambda x: [x, spmd.psum(x, "data")]),
+            StateError,
+            "units[1]",
+            "Invariant array float64[2, 2], which does not vary over axis 'data'",
+            "this worker's block of the parameter",
+            "spmd.pslice(x, axis_name, axis=d, tiled=True)",
+        ),
+        (
+            "a bare array",
+            _in_map(lambda x: [EVEN]),
+            StateError,
+            "units[0]",
+            "ndarray float64[4, 2], which does not vary over axis 'data'",
+            "this worker's block of the parameter",
+            "pass the parameters to the map",
+        ),
+        (
+            "an array traced outside",
+            lambda: spmd.grad(lambda w: float(np.sum(run(lambda x: over([w])[0], EVEN, ins=D))))(EVEN),
+            ClosureError,
+            "units[0]",
+            "traced array float64[4, 2] that was traced outside of this map",
+            "arrays of this body",
+            "pass it to the map as an argument",
+        ),
+        (
+            "blocks of other shapes",
+            _in_map(lambda x: [_shapes_differ(x)]),
+            LayoutError,
+            "units[0]",
+            "blocks of shapes [2, 1], [2, 2]",
+            "blocks that differ in dimension 0 only",
+            "name the axis in the dimension that it splits",
+        ),
+        (
+            "a prefetch that is no number",
+            _in_map(lambda x: [x], prefetch=True),
+            SpecError,
+            "prefetch",
+            "bool True",
+            "an int of at least 0",
+            "prefetch=1",
+        ),
+        (
+            "a negative prefetch",
+            _in_map(lambda x: [x], prefetch=-1),
+            SpecError,
+            "prefetch",
+            "int -1",
+            "an int of at least 0",
+            "prefetch=0 for the least memory",
+        ),
+    )
+] + [
+    Row(
+        "gathered: an array of a unit that was left",
+        _left_before,
+        StateError,
+        "an array",
+        "a whole parameter of a unit, used after the loop over `spmd.training.gathered` had left the unit",
+        "arrays of the unit that the loop is at",
+        "gather the unit again",
+    )
+]
+
+ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS]
