@@ -17,7 +17,7 @@ from spmd.spec import unreduced_error
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 
-__all__ = ["mesh_of", "own_spec", "shard_specs", "sharded_spec"]
+__all__ = ["mesh_of", "own_spec", "shard_specs", "sharded_layout", "sharded_spec"]
 
 _WHERE = "spmd.training.shard_specs"
 
@@ -87,7 +87,7 @@ def _of_leaf(mesh: Mesh, names: tuple[str, ...], path: str, x: Any, spec: Spec |
     spec.check(mesh.axes, _WHERE, f"param_specs, for {path}", len(shape))
     if isinstance(spec, P):
         return sharded_spec(shape, spec, names, mesh.axes)
-    return _sharded_layout(mesh.layout(tuple(shape), spec, _WHERE, f"param_specs, for {path}"), names, path)
+    return sharded_layout(mesh.layout(tuple(shape), spec, _WHERE, f"param_specs, for {path}"), names, path)
 
 
 def own_spec(value: Any) -> Spec:
@@ -137,7 +137,7 @@ def _best_dimension(sizes: Sequence[Sequence[int]], names: Sequence[str], axes: 
     return min(range(len(sizes)), key=rank)
 
 
-def _sharded_layout(layout: Layout, names: Sequence[str], path: str) -> Layout:
+def sharded_layout(layout: Layout, names: Sequence[str], path: str) -> Layout:
     """A layout with given cuts, each of whose blocks is cut further in one dimension."""
     if layout.spec is None or layout.copies != "invariant":
         raise SpecError.at(

@@ -56,6 +56,7 @@ from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.sharded_tensors import ShardedTensor, put
+from spmd.bridge.torch.sharding import shard_parameters
 from spmd.bridge.torch.tensor import Tensor
 from spmd.bridge.torch.tie import tie
 from spmd.lazy_imports import missing_name_error
@@ -92,6 +93,7 @@ __all__ = [
     "put",
     "row",
     "sequence",
+    "shard_parameters",
     "spatial",
     "state_dict",
     "tie",

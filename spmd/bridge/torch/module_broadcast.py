@@ -1,4 +1,4 @@
-"""Copy or compare the parameters and buffers of a module over workers, for `data_parallel`."""
+"""Copy or compare the parameters and buffers of a module over workers, for `data_parallel` and `shard_parameters`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,17 @@ def broadcast_first(worker: Worker, axes: tuple[str, ...], x: torch.Tensor, deta
 
 
 def copy_first(
-    worker: Worker, axes: tuple[str, ...], tensors: Sequence[torch.Tensor], what: str, verify: Sequence[str] = ()
+    worker: Worker,
+    axes: tuple[str, ...],
+    tensors: Sequence[torch.Tensor],
+    what: str,
+    verify: Sequence[str] = (),
+    where: str = WHERE,
 ) -> None:
     """Copy the first worker's values of tensors, of any dtypes, in one broadcast.
 
-    verify: the names of the tensors: compare them in place of copying, and raise StateError where one differs.
+    verify: the names of the tensors: compare them in place of copying, and raise StateError where one differs. where:
+    the function that errors name.
     """
     own_bytes = [local_data(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
     first = broadcast_first(worker, axes, torch.cat(own_bytes), what)
@@ -64,7 +70,7 @@ def copy_first(
             own.copy_(piece.clone().view(x.dtype).reshape(own.shape))
         elif not torch.equal(piece, own_bytes[index]):
             raise StateError.at(
-                WHERE,
+                where,
                 argument="module",
                 got=f"{verify[index]} that differs from that of the first worker",
                 need='one value on all workers, with init="verify"',
@@ -72,7 +78,9 @@ def copy_first(
             )
 
 
-def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool) -> None:
+def copy_module(
+    worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool, where: str = WHERE
+) -> None:
     """Copy the parameters and buffers of the first worker to the others, or compare them (verify)."""
     named = [*module.named_parameters(), *module.named_buffers()]
     with torch.no_grad():
@@ -82,5 +90,5 @@ def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify
                 nbytes += local_data(named[count][1]).numel() * named[count][1].element_size()
                 count += 1
             names, tensors = zip(*named[:count], strict=True)
-            copy_first(worker, axes, tensors, "values", names if verify else ())
+            copy_first(worker, axes, tensors, "values", names if verify else (), where)
             named = named[count:]

@@ -31,30 +31,33 @@ __all__ = ["Difference", "ToBeDeclared", "differing", "to_be_declared"]
 
 @dataclass(frozen=True)
 class Difference:
-    """The name of a parameter, and the axes along which it differs."""
+    """The name of a parameter, and the axes along which it differs. where: the function that compared them."""
 
     name: str
     axes: tuple[str, ...]
+    where: str = WHERE
 
     def error(self, kind: type[Exception] = ReplicaError) -> Exception:
         """The error for this difference. It is no TypeError, which torch's operators take for an unknown operand."""
         axis = self.axes[0] if len(self.axes) == 1 else self.axes
         attribute = self.name.rpartition(".")[2]
+        stages = f"varying={axis!r}, if all parameters differ there, as those of the stages of a pipeline; "
         return kind(
             message(
-                WHERE,
+                self.where,
                 argument="module",
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
                 need="parameters that are the same along all axes of the mesh, or are declared to differ: their "
                 "gradients are summed along every axis over which the data vary",
-                mend=f"varying={axis!r}, if all parameters differ there, as those of the stages of a pipeline; "
-                f"spt.varying(self.{attribute}, {axis!r}) in forward, if only this one does; or make them equal: "
+                mend=f"{stages if self.where == WHERE else ''}spt.varying(self.{attribute}, {axis!r}) in forward, if only this one does; or make them equal: "
                 "in a body all workers draw the same numbers",
             )
         )
 
 
-def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict[int, Difference]:
+def differing(
+    worker: Worker, module: nn.Module, excused: Sequence[str], where: str = WHERE
+) -> dict[int, Difference]:
     """By id, the parameters that differ along other axes than the excused ones. Forward must declare them.
 
     Raises StateError for a parameter that forward cannot declare: one of torch's own layers, or one that other workers
@@ -71,12 +74,12 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str]) -> dict
     differences: dict[int, Difference] = {}
     for axis in axes:
         if _differ(worker, axis, [names]):
-            raise Difference("the list of parameters", (axis,)).error(StateError)
+            raise Difference("the list of parameters", (axis,), where).error(StateError)
         own_digests = [0 if axis in split_axes.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
         for position in _differ(worker, axis, own_digests):
             name, p = named[position]
             earlier = differences[id(p)].axes if id(p) in differences else ()
-            differences[id(p)] = Difference(name, (*earlier, axis))
+            differences[id(p)] = Difference(name, (*earlier, axis), where)
     for name, p in named:
         owner = module.get_submodule(name.rpartition(".")[0])
         if id(p) in differences and type(owner).__module__.startswith("torch."):

@@ -21,7 +21,7 @@ from spmd.layout import P
 from spmd.mesh import Mesh, here
 from spmd.tracebacks import api_boundary
 
-__all__ = ["distribute_module", "parallelize"]
+__all__ = ["distribute_module", "matches", "parallelize"]
 
 
 @api_boundary
@@ -68,7 +68,7 @@ def parallelize(
     _check(where, module, plan)
     net = copy.deepcopy(module)
     for name, inner in list(net.named_modules()):
-        style = next((s for pattern, s in plan.items() if _matches(pattern, name)), None)
+        style = next((s for pattern, s in plan.items() if matches(pattern, name)), None)
         if style is not None:
             style(inner, name)
     keep_ties(net)
@@ -103,7 +103,7 @@ def _check(where: str, module: Any, plan: Any) -> None:
                 need="a style for a pattern: spt.column, row, heads, vocab, sequence, spatial or whole",
                 mend=f"{str(pattern)!r}: {_style_for(style)}",
             )
-        found = [name for name in names if _matches(pattern, name)]
+        found = [name for name in names if matches(pattern, name)]
         if not found:
             raise LayoutError.at(
                 where,
@@ -137,7 +137,8 @@ def _style_for(given: Any) -> str:
     return f"spt.{name if name in ('column', 'row', 'heads', 'vocab', 'sequence') else 'column'}({axis!r})"
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of a plan is for the module of this name."""
     if fnmatchcase(name, pattern) or (pattern.startswith("*.") and fnmatchcase(name, pattern[2:])):
         return True
     return "." not in pattern and fnmatchcase(name.rpartition(".")[2], pattern)

@@ -1,0 +1,369 @@
+"""Gather and release the parameters of units in order, for `shard_parameters`."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from spmd.bridge.torch.module_broadcast import copy_first
+from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter, block_gradient
+from spmd.bridge.torch.sharding.saved_tensors import without_wholes
+from spmd.bridge.torch.sharding.traffic import GradientSums, Wholes
+from spmd.bridge.torch.sharding.unit import Call, Unit
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS
+from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of
+from spmd.errors import DifferentiationError, MeshError
+from spmd.mesh import WORKER, Worker
+from spmd.state import state_of
+
+__all__ = ["Sharding"]
+
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class _Token:
+    """Lives as long as a backward: its final callback holds it, and torch drops both if backward raises."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Order:
+    """The order in which units were needed last time, by which the next one is found.
+
+    last: that order. current: what was needed since `begin`.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[Unit] = []
+        self.current: list[Unit] = []
+        self.place = -1
+
+    def begin(self) -> None:
+        self.current, self.place = [], -1
+
+    def end(self) -> None:
+        if self.current:
+            self.last = self.current
+        self.begin()
+
+    def note(self, unit: Unit) -> bool:
+        """Note that a unit is needed. Returns whether another one was needed before."""
+        if self.current and self.current[-1] is unit:
+            return False
+        self.current.append(unit)
+        for step in range(1, len(self.last) + 1):
+            place = (self.place + step) % len(self.last)
+            if self.last[place] is unit:
+                self.place = place
+                break
+        return True
+
+    def following(self, count: int) -> list[Unit]:
+        """The next units."""
+        return self.last[self.place + 1 : self.place + 1 + count] if self.place >= 0 else []
+
+
+class Sharding:
+    """The units of one worker's module.
+
+    context: of the worker, for which threads of torch act. state: of the wholes. undeclared: by name, parameters that
+    differ along other axes. wholes: by unit, those that are there or under way, the one used last at the end. storages:
+    by number, the unit and the parameter whose whole lies there. pending: the call whose gradients are being summed.
+    token: of the backward that runs.
+    """
+
+    def __init__(self, worker: Worker, axes: tuple[str, ...], options: dict[str, Any]):
+        self.axes = axes
+        self.state = state_of(axes)
+        self.context: WorkerContext = context_of(worker)
+        self.mean: bool = options["reduction"] == "mean"
+        self.prefetch: int = options["prefetch"]
+        self.reshard: bool = options["reshard_after_forward"]
+        self.param_dtype: torch.dtype | None = options["param_dtype"]
+        self.reduce_dtype: torch.dtype | None = options["reduce_dtype"]
+        self.undeclared: dict[Any, Any] = {}
+        self.units: list[Unit] = []
+        self.buffers: list[torch.Tensor] = []
+        self.syncing = True
+        self.summed = False
+        self.running = False
+        self._reset()
+        self._register()
+
+    def _register(self) -> None:
+        """Let tensors say, by this object's number, that their gradients are summed here."""
+        GRADIENT_SYNCS[id(self)] = weakref.ref(self)
+        weakref.finalize(self, GRADIENT_SYNCS.pop, id(self), None)
+
+    def _reset(self) -> None:
+        self.forward_order, self.backward_order = Order(), Order()
+        self.wholes: dict[Unit, Wholes] = {}
+        self.storages: dict[int, tuple[Unit, int]] = {}
+        self.pending: Call | None = None
+        self.token: weakref.ref[_Token] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        """That of a copy of the module, whose parameters are copies of these."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        copied._reset()
+        copied.units, copied.buffers = copy.deepcopy((self.units, self.buffers), memo)
+        copied._register()
+        return copied
+
+    # The worker
+
+    def bind(self, worker: Worker) -> None:
+        """Act for this worker from now on. Raises MeshError if the module was sharded on another one."""
+        own = self.context
+        if worker.index != own.index or worker.mesh != own.mesh:
+            raise MeshError.at(
+                f"a module of {WHERE}",
+                got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+                need=f"{own.mesh.describe(own.index)} of {own.mesh}, which has its blocks",
+                mend="make the module and shard it in this map; spt.state_dict carries its values over",
+            )
+        if own.worker is not worker:
+            self.context = context_of(worker)
+
+    @contextmanager
+    def _acting(self) -> Iterator[Worker]:
+        """The worker, set as the current one; threads of torch run parts of backward."""
+        worker = self.context.acting_worker()
+        with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
+            yield worker
+
+    # Dtypes
+
+    def gathered_dtype(self, q: ShardedParameter) -> torch.dtype:
+        own = q.block.dtype
+        return self.param_dtype if self.param_dtype is not None and own.is_floating_point else own
+
+    def reduced_dtype(self, q: ShardedParameter) -> torch.dtype:
+        own = q.block.dtype
+        return self.reduce_dtype if self.reduce_dtype is not None and own.is_floating_point else own
+
+    # Wholes
+
+    def find(self, storage: int, dtype: torch.dtype) -> tuple[Unit, int] | None:
+        found = self.storages.get(storage)
+        return found if found is not None and dtype is self.gathered_dtype(found[0].parameters[found[1]]) else None
+
+    def fetch(self, unit: Unit, number: int) -> torch.Tensor:
+        """The whole of a parameter, for backward."""
+        with self._acting() as worker, torch.no_grad():
+            if _graph_task() < 0:  # somebody looks at what was saved
+                return self._started(worker, unit, True).wait()[number]
+            self.begin_backward()
+            return self._gathered(worker, unit, self.backward_order, True)[number]
+
+    def _started(self, worker: Worker, unit: Unit, backward: bool) -> Wholes:
+        return Wholes(worker, self.axes, unit.name, unit.parameters, self.gathered_dtype, backward)
+
+    def _gathered(self, worker: Worker, unit: Unit, order: Order, backward: bool) -> list[torch.Tensor]:
+        """The wholes of a unit. Starts to gather those of the next units."""
+        changed = order.note(unit)
+        wholes = self.wholes.pop(unit, None)
+        if wholes is None:
+            self._make_room(self.prefetch, unit)
+            wholes = self._started(worker, unit, backward)
+        self.wholes[unit] = wholes
+        if wholes.tensors is None:
+            for number, whole in enumerate(wholes.wait()):
+                self.storages[whole.untyped_storage()._cdata] = unit, number
+        assert wholes.tensors is not None
+        if changed:
+            for following in order.following(self.prefetch):
+                if following not in self.wholes and following.parameters:
+                    self._make_room(self.prefetch - 1, unit)
+                    self.wholes[following] = self._started(worker, following, backward)
+        return wholes.tensors
+
+    def _make_room(self, most: int, keep: Unit) -> None:
+        """In backward, release the wholes that were used first, until at most this many besides those of a unit and of
+        the calls that run are left."""
+        if _graph_task() < 0:
+            return
+        idle = [u for u in self.wholes if u.depth == 0 and u is not keep]
+        for unit in idle[: max(0, len(idle) - most)]:
+            self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Forget the wholes of a unit. Their memory is free unless others hold them."""
+        wholes = self.wholes.pop(unit, None)
+        if wholes is None:
+            return
+        for whole in wholes.wait():
+            self.storages.pop(whole.untyped_storage()._cdata, None)
+
+    def _drop(self) -> None:
+        """Forget all wholes, after an error. Nobody waits for those under way."""
+        self.wholes.clear()
+        self.storages.clear()
+
+    # Forward
+
+    @contextmanager
+    def called(self, worker: Worker, unit: Unit) -> Iterator[None]:
+        """Inside, the module of a unit has whole parameters."""
+        self.bind(worker)
+        call = Call(self, unit, self.summed)
+        recomputed = _graph_task() >= 0
+        unit.depth += 1
+        try:
+            with torch.no_grad():
+                order = self.backward_order if recomputed else self.forward_order
+                data = self._gathered(worker, unit, order, recomputed) if unit.parameters else []
+            hooks = without_wholes(self) if self.reshard and torch.is_grad_enabled() else nullcontext()
+            with hooks, unit.replaced(call.wholes(worker, data)):
+                del data
+                yield
+        finally:
+            unit.depth -= 1
+            if unit.depth == 0 and not recomputed:
+                self.release(unit)
+
+    @contextmanager
+    def outermost(self) -> Iterator[None]:
+        """The call of the whole module: the order of its units is that of the next one."""
+        if self.running or _graph_task() >= 0:
+            yield
+            return
+        self.running = True
+        self.forward_order.begin()
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.running = False
+        self.forward_order.end()
+        for unit in list(self.wholes):
+            self.release(unit)
+
+    # Backward
+
+    def watch_outputs(self, out: Any) -> None:
+        """Register the final callback of a backward that starts at these results. A nested backward, such as that of
+        `torch.utils.checkpoint`, may reach units first."""
+
+        def entered(_: Any) -> None:
+            self.begin_backward()
+
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.requires_grad:
+                x.register_hook(entered)
+
+    def begin_backward(self) -> None:
+        """Register a callback at the end of the backward that runs."""
+        if self.token is not None and self.token() is not None:
+            return
+        token, reference = _Token(), weakref.ref(self)
+
+        def raised(_: Any) -> None:
+            sharding = reference()
+            if sharding is not None:
+                sharding._abort()
+
+        self.token = weakref.ref(token, raised)
+        if not self.backward_order.last:
+            self.backward_order.last = self.forward_order.last[::-1]
+        self.backward_order.begin()
+        _engine.queue_callback(partial(self._end, token))
+
+    def _abort(self) -> None:
+        """Forget a backward that raised."""
+        self.pending = None
+        self.token = None
+        self.backward_order.begin()
+        self._drop()
+
+    def _end(self, token: _Token) -> None:
+        """The end of a backward."""
+        try:
+            with self._acting() as worker, torch.no_grad():
+                if self.syncing:
+                    for unit in self.units:
+                        if unit.accumulated:
+                            self._send_accumulated(worker, unit)
+                    if self.buffers:
+                        copy_first(worker, self.axes, self.buffers, "buffers")
+                for unit in list(self.wholes):
+                    self.release(unit)
+            self.backward_order.end()
+        finally:
+            self._abort()
+
+    def sum_gradients(self, call: Call, cotangents: list[torch.Tensor | None]) -> None:
+        """Start to sum the cotangents of a unit's wholes, and release the wholes."""
+        unit = call.unit
+        with self._acting() as worker:
+            self.begin_backward()
+            if torch.is_grad_enabled():
+                raise DifferentiationError.at(
+                    f"backward through a module of {WHERE}",
+                    got="create_graph=True",
+                    need="a backward that is not differentiated: sums of gradients have no history",
+                    mend="spt.data_parallel, and torch.autograd.grad(loss, parameters, create_graph=True)",
+                )
+            if self.pending is not None:
+                self.pending.complete()
+                self.pending = None
+            with torch.no_grad():
+                self._sum(worker, call, cotangents)
+            if unit.depth == 0:
+                self.release(unit)
+
+    def _sum(self, worker: Worker, call: Call, cotangents: list[torch.Tensor | None]) -> None:
+        unit = call.unit
+        if call.summed:
+            index = worker.group(self.axes).index
+            call.results = [
+                None if g is None else q.part(g, index).to(q.block.dtype, copy=True).contiguous()
+                for q, g in zip(unit.parameters, cotangents, strict=True)
+            ]
+            return
+        if not self.syncing:
+            for number, g in enumerate(cotangents):
+                if g is not None:
+                    own, dtype = unit.accumulated.get(number), self.reduced_dtype(unit.parameters[number])
+                    unit.accumulated[number] = g.to(dtype, copy=True) if own is None else own.add_(g)
+            call.results = [None] * len(cotangents)
+            return
+        for number, own in unit.accumulated.items():
+            g = cotangents[number]
+            cotangents[number] = own if g is None else own.add_(g)
+        unit.accumulated = {}
+        call.sums = self._sums(worker, unit, cotangents)
+        self.pending = call
+
+    def _sums(self, worker: Worker, unit: Unit, gradients: list[torch.Tensor | None]) -> GradientSums:
+        trained = [q if q.p.requires_grad else None for q in unit.parameters]
+        return GradientSums(worker, self.axes, unit.name, trained, gradients, self.reduced_dtype, self.mean)
+
+    def _send_accumulated(self, worker: Worker, unit: Unit) -> None:
+        """Sum what backwards under `no_sync` left of a unit that this backward did not reach."""
+        gradients = [unit.accumulated.get(number) for number in range(len(unit.parameters))]
+        unit.accumulated = {}
+        for q, g in zip(unit.parameters, self._sums(worker, unit, gradients).wait(), strict=True):
+            if g is not None:
+                own: Any = block_gradient(q, g)
+                q.p.grad = own if q.p.grad is None else q.p.grad.add_(own)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds this worker's own gradients of whole parameters, and sends nothing."""
+        outer, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = outer
