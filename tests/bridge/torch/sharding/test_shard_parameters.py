@@ -1,0 +1,125 @@
+"""Modules whose parameters lie split over workers train as on one worker."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import spmd  # noqa: E402
+from bridge.torch.plans.test_parallelize import CASES, train  # noqa: E402
+from bridge.torch.sharding.sharded_models import Block, Net, assert_trained, serial, sharded  # noqa: E402
+from data_parallel_cases import drawn, on_workers, randn, share  # noqa: E402
+from spmd import P  # noqa: E402
+from spmd.bridge import torch as spt  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.host("a body makes its tensors on the host")]
+
+UNITS = {"net": Block, "image": nn.Conv2d, "text": "gpt.blocks.*"}
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+expected = cache(serial)
+
+
+RUNS = [("net", n, True) for n in (1, 2, 3, 4)]
+RUNS += [("net", 8, False), ("image", 2, True), ("image", 3, False), ("text", 2, True), ("text", 4, False)]
+
+
+@pytest.mark.parametrize(("name", "n", "check"), RUNS)
+def test_ten_steps_equal_those_of_one_worker(name, n, check):
+    """Ten steps of AdamW: losses, parameters, buffers and moments."""
+    for result in on_workers(n, lambda worker: sharded(name, n, worker, unit=UNITS[name]), check=check):
+        assert_trained(result, expected(name))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"unit": (Block, nn.Linear)},
+        {"unit": Block, "reshard_after_forward": False},
+        {"unit": Block, "prefetch": 0},
+        {"unit": ["blocks.*"], "prefetch": 3},
+        {"unit": lambda name, module: name.endswith(".up")},
+    ],
+    ids=["whole", "nested", "kept", "no prefetch", "prefetch 3", "function"],
+)
+def test_units_and_prefetch_change_no_result(options, check):
+    for result in on_workers(3, lambda worker: sharded("net", 3, worker, **options), check=check):
+        assert_trained(result, expected("net"))
+
+
+PLANNED = [("gpt", {"data": 2, "model": 2}, True), ("gpt by positions", {"data": 3, "model": 2}, False)]
+FULL = [(name, axes, check) for name in CASES for axes in (PLANNED[0][1], PLANNED[1][1]) for check in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "check"), [*PLANNED, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)], ids=str
+)
+def test_with_plans(name, axes, check):
+    """data x model, and positions of a sequence: parameters lie split over both axes."""
+    make, plan, args = CASES[name]
+    torch.manual_seed(0)
+    whole = drawn(make(), 1)
+    losses = train(whole, args, 3)
+
+    def main():
+        split = spt.shard_parameters(
+            spt.parallelize(drawn(make(), 1), plan), "data", unit="blocks.*" if "gpt" in name else None
+        )
+        layouts = {axis for p in split.parameters() for axis in p.block_layout.varying}
+        assert layouts == set(axes)
+        return train(split, [spt.put(x, P("data")) for x in args], 3), spt.state_dict(split)
+
+    own, state = spt.map(main, (), None, mesh=spmd.Mesh(**axes), check=check)()
+    assert max(abs(a - b) for a, b in zip(own, losses, strict=True)) < 1e-10
+    assert list(state) == list(whole.state_dict())
+    for key, value in whole.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-10)
+
+
+def test_the_parameters_lie_split():
+    """Each worker keeps a block of parameters, gradients and states: what divides adds to the whole."""
+
+    def main(worker):
+        net = spt.shard_parameters(Net(), "data", unit=Block)
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(share(randn(6, 5), worker, 4)).sum().backward()
+        optimizer.step()
+        blocks = [p.block() if isinstance(p, spt.Parameter) else p for p in net.parameters()]
+        grads = [p.grad._block.numel() if isinstance(p, spt.Parameter) else 1 for p in net.parameters()]
+        return sum(b.numel() for b in blocks), sum(grads)
+
+    count = sum(p.numel() for p in Net().parameters())
+    found = on_workers(4, main)
+    assert sum(a for a, _ in found) == count + 3 * 4  # four numbers lie whole on all workers
+    assert all(a == b for a, b in found)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_reductions(reduction):
+    x = randn(8, 5)
+
+    def main(worker):
+        net = spt.shard_parameters(drawn(Net(), 2), "data", unit=Block, reduction=reduction)
+        net(share(x, worker, 4)).sin().mean().backward()
+        return [p.grad.whole() if isinstance(p, spt.Parameter) else p.grad for p in net.parameters()]
+
+    net = drawn(Net(), 2)
+    (net(x).sin().mean() * (4 if reduction == "sum" else 1)).backward()
+    for grads in on_workers(4, main):
+        for g, p in zip(grads, net.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad, rtol=0, atol=1e-12)
