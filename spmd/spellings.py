@@ -297,9 +297,12 @@ INSTEAD: dict[str, dict[str, str]] = {
     },
     "spmd.bridge.torch": {
         **dict.fromkeys(("DistributedDataParallel", "DDP"), "spt.data_parallel(model, axis_name)"),
+        **dict.fromkeys(
+            ("FullyShardedDataParallel", "FSDP", "fully_shard"), "spt.shard_parameters(model, axis_name, unit=Block)"
+        ),
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
-        "no_sync": "no_sync() of what spt.data_parallel gives",
+        "no_sync": "no_sync() of what spt.data_parallel and spt.shard_parameters give",
         **{
             f"DistributedConv{d}d": f"spt.nn.Conv{d}d(in_channels, out_channels, kernel_size, spec=spec)"
             for d in (1, 2, 3)

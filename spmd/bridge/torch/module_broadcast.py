@@ -78,9 +78,7 @@ def copy_first(
             )
 
 
-def copy_module(
-    worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool, where: str = WHERE
-) -> None:
+def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool, where: str = WHERE) -> None:
     """Copy the parameters and buffers of the first worker to the others, or compare them (verify)."""
     named = [*module.named_parameters(), *module.named_buffers()]
     with torch.no_grad():

@@ -49,15 +49,13 @@ class Difference:
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
                 need="parameters that are the same along all axes of the mesh, or are declared to differ: their "
                 "gradients are summed along every axis over which the data vary",
-                mend=f"{stages if self.where == WHERE else ''}spt.varying(self.{attribute}, {axis!r}) in forward, if only this one does; or make them equal: "
-                "in a body all workers draw the same numbers",
+                mend=f"{stages if self.where == WHERE else ''}spt.varying(self.{attribute}, {axis!r}) in forward, if only "
+                "this one does; or make them equal: in a body all workers draw the same numbers",
             )
         )
 
 
-def differing(
-    worker: Worker, module: nn.Module, excused: Sequence[str], where: str = WHERE
-) -> dict[int, Difference]:
+def differing(worker: Worker, module: nn.Module, excused: Sequence[str], where: str = WHERE) -> dict[int, Difference]:
     """By id, the parameters that differ along other axes than the excused ones. Forward must declare them.
 
     Raises StateError for a parameter that forward cannot declare: one of torch's own layers, or one that other workers

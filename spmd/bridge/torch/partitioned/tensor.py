@@ -36,6 +36,7 @@ from spmd.state import State, state_of
 __all__ = [
     "PartitionedTensor",
     "gathered",
+    "joined_blocks",
     "leaf_of_block",
     "mark_wrapped",
     "new_leaf",
@@ -342,6 +343,12 @@ class _FromBlockFunction(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
         return _FromBlockFunction.apply(tangent, ctx.placement, INVARIANT, ctx.shape)
+
+
+def joined_blocks(block: torch.Tensor, placement: Placement, state: State, shape: Any = None) -> Any:
+    """The tensor of which workers hold these blocks, with their history. shape: of the whole, if it is another one than
+    that of the layout."""
+    return _FromBlockFunction.apply(block, placement, state, shape)
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def shard_parameters(
     module: this worker's own, or the result of `spt.parallelize`. Each parameter becomes a `spt.Parameter` whose layout
     has axis_name in one more dimension, the one that `spmd.training.shard_specs` chooses. `spt.state_dict`,
     `load_state_dict`, `spt.clip_grad_norm_`, `spmd.save` and optimisers take them so. Numbers stay whole.
-    unit: the submodules whose parameters are gathered together, each before its forward, and released after it: classes,
+    unit: the submodules whose parameters are gathered together before its forward and released after it: classes,
     patterns of names (`"layers.*"`, as of a plan) or a function of a name and a module. The other parameters belong to
     the module itself, which is a unit too, and so does what two units share: a parameter belongs to the innermost unit
     around all modules that have it.
@@ -226,7 +226,7 @@ class _ShardedModule(_ShardedUnit):
         varied = worker is not None and worker.tracked and not summed
         with sharding.outermost(), _varied_statistics(self, sharding) if varied else nullcontext():
             out = super()._call_unit(*args, **kwargs)
-        if varied:
+        if varied and worker is not None:
             out = pytree.tree_map(lambda x: _vary(x, sharding.axes, worker), out)
         if torch.is_grad_enabled():
             sharding.watch_outputs(out)
@@ -305,7 +305,7 @@ def _sharded_already(name: str) -> StateError:
         argument="module",
         got=f"{name}, which is sharded already, here or on another worker of this process",
         need="a module of this worker's own, sharded once",
-        mend="make it in the body, or copy.deepcopy(module) of one that is not sharded; unit= names its parts in one call",
+        mend="make it in the body, or copy.deepcopy(module) of a whole one; unit= names its parts in one call",
     )
 
 

@@ -13,11 +13,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.module_broadcast import copy_first
+from spmd.bridge.torch.partitioned.tensor import joined_blocks
+from spmd.bridge.torch.replicas import to_be_declared
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter, block_gradient
+from spmd.bridge.torch.sharding.functions import connect
 from spmd.bridge.torch.sharding.saved_tensors import without_wholes
 from spmd.bridge.torch.sharding.traffic import GradientSums, Wholes
-from spmd.bridge.torch.sharding.unit import Call, Unit
-from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS
+from spmd.bridge.torch.sharding.unit import Unit
+from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT
 from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of
 from spmd.errors import DifferentiationError, MeshError
 from spmd.mesh import WORKER, Worker
@@ -367,3 +371,63 @@ class Sharding:
             yield
         finally:
             self.syncing = outer
+
+
+class Call:
+    """One call of a unit, from its forward to its backward.
+
+    summed: whether the cotangents are sums over the workers already. sums: of the backward that runs.
+    """
+
+    def __init__(self, sharding: Sharding, unit: Unit, summed: bool):
+        self.sharding = sharding
+        self.unit = unit
+        self.summed = summed
+        self.sums: GradientSums | None = None
+        self.results: list[Any] = []
+
+    def wholes(self, worker: Worker, data: list[torch.Tensor]) -> list[Any]:
+        """The wholes, of these data, as the module gets them: with history, and with their state."""
+        parameters, sharding = self.unit.parameters, self.sharding
+        if torch.is_grad_enabled() and any(q.p.requires_grad for q in parameters):
+            made = list(connect(self, [q.p for q in parameters], data))
+        else:
+            made = [w.detach() for w in data]
+        state = INVARIANT if self.summed else sharding.state
+        wholes: list[Any] = []
+        for q, w in zip(parameters, made, strict=True):
+            whole: Any = w
+            if q.base is not None and q.base.layout.varying:
+                whole = joined_blocks(w, q.base, state if worker.tracked else INVARIANT, q.outer_shape)
+            elif worker.tracked:
+                whole = with_state(w.view(q.outer_shape), state)
+            if not self.summed:
+                self._mark(q, whole, worker)
+            wholes.append(whole)
+        return wholes
+
+    def _mark(self, q: ShardedParameter, whole: Any, worker: Worker) -> None:
+        """Note that the gradients of a whole are summed after backward, not by the adjoint of varying it."""
+        if not worker.tracked:
+            whole._block_of = id(self.sharding)
+            return
+        whole.replica = True
+        if q.name in self.sharding.undeclared:
+            to_be_declared(whole, self.sharding.undeclared[q.name])
+
+    # Backward
+
+    def sum_gradients(self, cotangents: list[torch.Tensor | None]) -> None:
+        """Start to sum the cotangents of the wholes, and release the wholes."""
+        self.sharding.sum_gradients(self, cotangents)
+
+    def gradients(self) -> list[Any]:
+        """The gradients of the blocks, once they are there."""
+        self.complete()
+        results, self.results = self.results, []
+        return [None if g is None else block_gradient(q, g) for q, g in zip(self.unit.parameters, results, strict=True)]
+
+    def complete(self) -> None:
+        """Wait for the sums."""
+        if self.sums is not None:
+            self.results, self.sums = self.sums.wait(), None

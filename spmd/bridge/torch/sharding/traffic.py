@@ -122,9 +122,10 @@ class GradientSums:
         for dtype, numbered in self.groups.items():
             flags = [float(gradients[number] is not None) for number, _ in numbered]
             lengths = [sum(q.part(gradient_like(q), k).numel() for _, q in numbered) for k in range(group.size)]
-            packed = torch.zeros if any(gradients[number] is None for number, _ in numbered) else torch.empty
-            device = numbered[0][1].block.device
-            message = packed(sum(lengths) + len(flags) * group.size, dtype=dtype, device=device)
+            like = numbered[0][1].block
+            message = like.new_empty(sum(lengths) + len(flags) * group.size, dtype=dtype)
+            if not all(flags):
+                message.zero_()
             parts = message.split([n + len(flags) for n in lengths])
             for k, part in enumerate(parts):
                 self._pack(part, k, numbered, gradients, flags)

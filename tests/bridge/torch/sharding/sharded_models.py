@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
+from data_parallel_cases import drawn, randn, share
 from torch import nn
 from torch.nn import functional as F
 
 from bridge.torch.plans.plain_models import GPT
-from data_parallel_cases import drawn, on_workers, randn, share
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.layout import block_sizes, offsets
 
 __all__ = ["MODELS", "Block", "Net", "assert_trained", "serial", "sharded", "trained"]
 

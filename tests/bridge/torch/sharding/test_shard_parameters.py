@@ -8,12 +8,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from data_parallel_cases import drawn, on_workers, randn, share  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
 from bridge.torch.plans.test_parallelize import CASES, train  # noqa: E402
 from bridge.torch.sharding.sharded_models import Block, Net, assert_trained, serial, sharded  # noqa: E402
-from data_parallel_cases import drawn, on_workers, randn, share  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 
