@@ -49,8 +49,8 @@ class Difference:
                 got=f"{self.name}, which differs between workers along {', '.join(map(repr, self.axes))}",
                 need="parameters that are the same along all axes of the mesh, or are declared to differ: their "
                 "gradients are summed along every axis over which the data vary",
-                mend=f"{stages if self.where == WHERE else ''}spt.varying(self.{attribute}, {axis!r}) in forward, if only "
-                "this one does; or make them equal: in a body all workers draw the same numbers",
+                mend=f"{stages if self.where == WHERE else ''}spt.varying(self.{attribute}, {axis!r}) in forward, if "
+                "only this one does; or make them equal: in a body all workers draw the same numbers",
             )
         )
 
