@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spmd.functions.embeddings import *  # noqa: F403
     from spmd.functions.interpolation import *  # noqa: F403
     from spmd.functions.losses import *  # noqa: F403
+    from spmd.functions.mixtures import *  # noqa: F403
     from spmd.functions.normalisation import *  # noqa: F403
     from spmd.functions.padding import *  # noqa: F403
     from spmd.functions.pooling import *  # noqa: F403
@@ -70,6 +71,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "poisson_nll_loss",
         "smooth_l1_loss",
     ),
+    "mixtures": ("experts", "load_balance_loss", "router_z_loss"),
     "normalisation": (
         "batch_norm",
         "group_norm",

@@ -113,6 +113,16 @@ tensor([0., 0., 0., 0., 0., 0., 2., 0.])
 tensor([[6., 7.],
         [0., 1.]])
 """,
+    "experts": """
+>>> def body(x, gate, w):
+...     return spt.functions.experts(x, gate, lambda w, h: h @ w, "x", k=1, params=w)
+>>> w = torch.tensor([1.0, 10.0, 100.0]).reshape(3, 1, 1).requires_grad_()  # of three experts
+>>> with spmd.Mesh(x=2):
+...     y = spt.map(body, P("x"), P("x"))(torch.tensor([[1.0], [2.0], [3.0]]), torch.eye(3)[[2, 0, 1]], w)
+>>> y.sum().backward()
+>>> w.grad.flatten()
+tensor([2., 3., 1.])
+""",
     "group_norm": """
 >>> def body(x):
 ...     return spt.functions.group_norm(x, groups=2, eps=0.0, spec=P(None, "x"))
@@ -180,6 +190,12 @@ tensor([-0.2500,  0.0000,  0.2500,  0.2500])
 ...     spt.map(body, P(None, "model"), P())(torch.ones(2, 4), torch.arange(8.0).reshape(2, 4))
 tensor([[ 6., 22.],
         [ 6., 22.]])
+""",
+    "load_balance_loss": """
+>>> gate = torch.tensor([[9.0, 0.0], [9.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
+>>> with spmd.Mesh(x=2):
+...     spt.map(lambda g: spt.functions.load_balance_loss(g, "x", k=1), P("x"), P())(gate)
+tensor(1.2499)
 """,
     "log_softmax": """
 >>> x = torch.zeros(1, 4, requires_grad=True)
@@ -277,6 +293,15 @@ tensor([1., 0., 3.])
 tensor([[ 1.0000,  0.0000],
         [ 0.5403,  0.8415],
         [-0.4161,  0.9093]])
+""",
+    "router_z_loss": """
+>>> gate = torch.log(torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]])).requires_grad_()
+>>> with spmd.Mesh(x=2):
+...     spt.map(lambda g: spt.functions.router_z_loss(g, "x"), P("x"), P())(gate).backward()
+>>> gate.grad / np.log(2.0)
+tensor([[0.3333, 0.3333],
+        [0.6667, 0.6667],
+        [1.0000, 1.0000]])
 """,
     "smooth_l1_loss": """
 >>> def loss(x):

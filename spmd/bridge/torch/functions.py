@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from spmd import functions
 from spmd.bridge.torch.compiled_layers import compilable_layer
 from spmd.bridge.torch.function_examples import docstring_with_example
 from spmd.lazy_imports import missing_name_error
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
         cross_entropy,
         dropout,
         embedding,
+        experts,
         group_norm,
         gru,
         huber_loss,
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
         l1_loss,
         layer_norm,
         linear,
+        load_balance_loss,
         log_softmax,
         lstm,
         max_pool,
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
         rms_norm,
         rnn,
         rope,
+        router_z_loss,
         smooth_l1_loss,
         softmax,
         softmax_cross_entropy,
@@ -63,6 +69,7 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "experts",
     "group_norm",
     "gru",
     "huber_loss",
@@ -71,6 +78,7 @@ __all__ = [
     "l1_loss",
     "layer_norm",
     "linear",
+    "load_balance_loss",
     "log_softmax",
     "lstm",
     "max_pool",
@@ -83,6 +91,7 @@ __all__ = [
     "rms_norm",
     "rnn",
     "rope",
+    "router_z_loss",
     "smooth_l1_loss",
     "softmax",
     "softmax_cross_entropy",
@@ -91,11 +100,19 @@ __all__ = [
 ]
 
 
+_UNCOMPILED = {"experts": "what moves depends on values"}
+"""The functions that compiled functions leave their graph for, and why."""
+
+
+def _run_uncompiled(name: str) -> Any:
+    return torch.compiler.disable(getattr(functions, name), reason=_UNCOMPILED[name])
+
+
 @api_boundary
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise missing_name_error(__name__, name)
-    value = globals()[name] = compilable_layer(name)
+    value = globals()[name] = _run_uncompiled(name) if name in _UNCOMPILED else compilable_layer(name)
     value.__doc__ = docstring_with_example(name, value.__doc__)
     return value
 

@@ -32,6 +32,9 @@ from spmd.bridge.torch.nn.embeddings import (
     Embedding,
 )
 from spmd.bridge.torch.nn.examples import add_examples
+from spmd.bridge.torch.nn.experts import (
+    Experts,
+)
 from spmd.bridge.torch.nn.fourier import (
     FFT,
     IFFT,
@@ -191,6 +194,7 @@ __all__ = [
     "Dropout2d",
     "Dropout3d",
     "Embedding",
+    "Experts",
     "FeatureAlphaDropout",
     "GRUCell",
     "GroupNorm",

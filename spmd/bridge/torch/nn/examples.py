@@ -175,6 +175,16 @@ EXAMPLES = {
 >>> torch.equal(y, whole(ids))
 True
 """,
+    "Experts": """
+>>> modules, gate = [torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.Linear(4, 3)
+>>> def body(x):
+...     layer = spt.nn.Experts(modules, gate, "x")  # two experts, and one
+...     return layer(x)
+>>> x = torch.randn(5, 4)
+>>> y = [spt.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=n))(x) for n in (1, 2)]
+>>> torch.allclose(*y, atol=1e-6)
+True
+""",
     "MultiheadAttention": """
 >>> whole = torch.nn.MultiheadAttention(6, 3)
 >>> def body(x):

@@ -108,6 +108,7 @@ MODULES: dict[str, list[Row]] = {
 
 def test_every_layer_has_a_row():
     layers = {name for name in spt.nn.__all__ if inspect.isclass(getattr(spt.nn, name))} - {"Layer"}
+    layers.remove("Experts")  # compiled functions leave their graph for it: tests/bridge/torch/test_torch_experts.py
     assert set(MODULES) == {n for n in layers if not issubclass(getattr(spt.nn, n), LazyModuleMixin)}
 
 

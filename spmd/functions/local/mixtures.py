@@ -1,0 +1,57 @@
+"""Rows that go to experts and come back, on one block of NumPy or CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spmd.autodiff.tracer import value_of
+from spmd.device import to_host
+from spmd.functions.local.embeddings import added_rows, rows_at
+from spmd.functions.local.softmaxes import logsumexp_rows
+from spmd.kernels.cpu.chunks import accurate
+
+__all__ = ["constants", "is_trained", "logsumexp", "nothing", "parts", "rows", "scores", "weighted_sums"]
+
+
+def scores(gate: Any) -> np.ndarray:
+    """The values of an array on the host, in a dtype that NumPy orders."""
+    bare = np.asarray(to_host(value_of(gate)))
+    return bare.astype(accurate(bare.dtype), copy=False)
+
+
+def rows(x: Any, indices: np.ndarray) -> Any:
+    """x[indices], along the first dimension."""
+    return rows_at(x, np.asarray(indices, like=value_of(x)))
+
+
+def parts(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """The rows of x in parts of these sizes."""
+    return np.split(x, np.cumsum(sizes)[:-1].tolist()) if sizes else []
+
+
+def weighted_sums(y: Any, weights: Any, choices: np.ndarray, tokens: int, k: int) -> Any:
+    """The sum of the rows of each token, times their weights. choices: token * k + choice, for each row."""
+    indices = np.asarray(choices // k, like=value_of(y))
+    return added_rows(indices, y * weights[:, None], rows=tokens)
+
+
+def is_trained(functions: Sequence[Any]) -> bool:
+    """Whether functions are known to hold parameters that are differentiated."""
+    return False
+
+
+def nothing(shape: tuple[int, ...], like: Any, reached: Sequence[Any], differentiated: bool) -> Any:
+    """An array without entries, of the dtype of another, whose backward pass reaches arrays without entries."""
+    zeros = np.zeros_like(value_of(like), shape=shape)
+    return sum((np.sum(a).astype(like.dtype) for a in reached), zeros)
+
+
+def constants(numbers: np.ndarray, like: Any) -> Any:
+    """Numbers of the host, in the dtype of an array, beside it."""
+    return np.asarray(numbers.astype(like.dtype), like=value_of(like))
+
+
+logsumexp = logsumexp_rows

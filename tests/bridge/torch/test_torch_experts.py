@@ -1,0 +1,197 @@
+"""`spt.functions.experts` against all experts on all tokens on one worker."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+from functions.expert_cases import Case, applied, random_case  # noqa: E402
+from torch import nn  # noqa: E402
+
+import spmd  # noqa: E402
+from spmd import P  # noqa: E402
+from spmd.bridge import torch as spt  # noqa: E402
+
+
+def near(got, want) -> None:
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def check(case: Case, stacked: bool, checked: bool) -> None:
+    """Values and gradients of every worker are its parts of the dense ones."""
+    ys, (dxs, dgates, dweights) = case.expected()
+    names = tuple(case.axes)
+    stacked |= len(case.axes) > len(case.over)
+    checked |= len(case.axes) > len(case.over)  # without states nothing is summed over further axes
+    found: dict[int, tuple] = {}
+
+    def body():
+        w = spmd.worker_index(names)
+        leaf = lambda a, over: spmd.varying(torch.tensor(a), over).requires_grad_()
+        x, gate = leaf(case.xs[w], names), leaf(case.gates[w], names)
+        if stacked:
+            params = [leaf(a, case.over) for a in case.stacked(w)]
+            y = spt.functions.experts(x, gate, applied, case.over, params=params, **case.options)
+        else:
+            params = [leaf(a, case.over) for e in case.own(w) for a in case.weights[e]]
+            pairs = zip(params[::2], params[1::2], strict=True)
+            y = spt.functions.experts(
+                x, gate, [functools.partial(applied, p) for p in pairs], case.over, **case.options
+            )
+        (y * spmd.varying(torch.tensor(case.gs[w]), names)).sum().backward()
+        found[w] = [spmd.block(a) for a in (y, x.grad, gate.grad, *(p.grad for p in params))]
+
+    mesh = spmd.Mesh(**case.axes, transport="local")
+    spt.map(body, in_specs=(), out_specs=None, mesh=mesh, check=checked)()
+    for w, (y, dx, dgate, *dparams) in found.items():
+        near(y, ys[w])
+        near(dx, dxs[w])
+        near(dgate, dgates[w])
+        of_each = list(zip(*dparams, strict=True)) if stacked else list(zip(dparams[::2], dparams[1::2], strict=True))
+        assert len(of_each) == len(case.own(w))
+        for e, (first, second) in zip(case.own(w), of_each, strict=True):
+            near(first, dweights[e][0])
+            near(second, dweights[e][1])
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=30)
+def test_they_are_the_dense_computation(seed, stacked, checked):
+    check(random_case(seed), stacked, checked)
+
+
+@pytest.mark.full
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+@settings(max_examples=500)
+def test_they_are_the_dense_computation_in_many_cases(seed, stacked, checked):
+    check(random_case(seed), stacked, checked)
+
+
+# The layer
+
+
+@pytest.fixture
+def double():
+    outer = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(outer)
+
+
+def make(count: int) -> tuple[list[nn.Module], nn.Module]:
+    """Experts and a gate."""
+    return [nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(count)], nn.Linear(4, count)
+
+
+def steps(model, forward, x, target, sum_of=lambda loss: loss) -> list[float]:
+    """Losses of five steps; the scores of the gate are balanced too."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 0.01), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        y, balance = forward(x)
+        loss = sum_of(((y - target) ** 2).sum()) + balance
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained_alone(experts, gate, x, target) -> tuple[list[float], nn.ModuleList]:
+    """Five steps of all experts on all tokens, masked."""
+    model = copy.deepcopy(nn.ModuleList([*experts, gate]))
+
+    def forward(x):
+        scores = model[-1](x)
+        best, indices = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(1, indices, best.softmax(-1))
+        y = sum(weights[:, e : e + 1] * expert(x) for e, expert in enumerate([*model][:-1]))
+        shares = (weights > 0).double().mean(0) / 2
+        return y, len(experts) * (shares * scores.softmax(-1).mean(0)).sum()
+
+    return steps(model, forward, x, target), model
+
+
+@pytest.mark.parametrize("axes", [{"e": 1}, {"e": 2}, {"e": 3}, {"e": 7}, {"data": 2, "e": 3}], ids=str)
+def test_training_the_layer_is_training_on_one_worker(double, axes):
+    """Uneven numbers of experts, on some workers none; their parameters, which are saved whole, are those of one."""
+    experts, gate = make(5)
+    x, target, names = torch.randn(11, 4), torch.randn(11, 4), tuple(axes)
+    losses, alone = trained_alone(experts, gate, x, target)
+
+    def body(x, target):
+        layer = spt.nn.Experts(experts, copy.deepcopy(gate), "e")
+
+        def forward(x):
+            y, scores = layer(x, with_scores=True)
+            return y, spt.functions.load_balance_loss(scores, names)
+
+        found = steps(layer, forward, x, target, lambda loss: spmd.psum(loss, names))
+        return found, {name: value.clone() for name, value in layer.state_dict().items()}
+
+    mesh = spmd.Mesh(**axes, transport="local")
+    found, state = spt.map(body, in_specs=P(names), out_specs=(None, None), mesh=mesh)(x, target)
+    near(found, losses)
+    for name, own in alone[-1].named_parameters():
+        near(state[f"gate.{name}"], own.detach())
+    for e in range(5):
+        for name, own in alone[e].named_parameters():
+            near(state[name.replace(".", "__")][e], own.detach())
+
+
+def test_frozen_gates_train_experts_where_some_workers_have_none(double):
+    """Neither tokens nor scores are differentiated: only workers with experts know that there is a backward pass."""
+    experts, gate = make(2)
+    x = torch.randn(7, 4)
+    gate.requires_grad_(False)
+    scores = gate(x)
+
+    def body(x, scores):
+        own = [copy.deepcopy(m) for m in experts[spmd.worker_index("e") : spmd.worker_index("e") + 1]]
+        spt.functions.experts(x, scores, own, "e").sum().backward()
+        return tuple(p.grad.clone() for m in own for p in m.parameters()) or None
+
+    mesh = spmd.Mesh(e=4, transport="local")
+    found = []
+    spt.map(lambda x, s: found.append(body(x, s)), in_specs=P("e"), out_specs=None, mesh=mesh, check=False)(x, scores)
+    weights = scores.softmax(-1)
+    sum((weights[:, e : e + 1] * m(x)).sum() for e, m in enumerate(experts)).backward()
+    wanted = [[p.grad for p in m.parameters()] for m in experts]
+    assert sum(grads is not None for grads in found) == 2
+    for grads in found:
+        assert grads is None or any(all(map(torch.allclose, grads, want)) for want in wanted)
+
+
+def test_compiled_functions_leave_their_graph(double):
+    experts, gate = make(3)
+    x = torch.randn(6, 4)
+
+    def body(x):
+        layer = spt.nn.Experts(experts, gate, "e")
+        return torch.compile(lambda x: layer(torch.sin(x)) * 2, backend="eager")(x)
+
+    y = spt.map(body, in_specs=P("e"), out_specs=P("e"), mesh=spmd.Mesh(e=2), check=False)(x)
+    expected = spt.map(lambda x: spt.nn.Experts(experts, gate, "e")(x), P("e"), P("e"), mesh=spmd.Mesh(e=1))
+    near(y.detach(), 2 * expected(torch.sin(x)).detach())
+
+
+def test_short_numbers_and_autocast():
+    """The result has the dtype of tokens; scores may be of another."""
+    x, scores = torch.ones(3, 2, dtype=torch.bfloat16), torch.tensor([[1.0, 0.0]] * 3)
+
+    def body(x, scores):
+        own = nn.Linear(2, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = spt.functions.experts(x.float(), scores, [own], "e")
+        return narrow, spt.functions.experts(x, scores, [lambda rows: 2 * rows], "e")
+
+    mesh = spmd.Mesh(e=2)
+    narrow, y = spt.map(body, in_specs=P("e"), out_specs=P("e"), mesh=mesh, check=False)(x, scores)
+    assert narrow.dtype == torch.float32
+    assert torch.equal(y, 2 * x)
