@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from spmd.autodiff.tracer import value_of
 from spmd.device import to_host
 from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
+from spmd.kernels.memory import pool
 from spmd.mesh import Worker, here
 from spmd.operators.apply import operate
 from spmd.operators.base import Called, Operator, named
@@ -198,8 +200,8 @@ class RaggedAllToAll(Operator):
 
 def _rows(pieces: Sequence[Piece]) -> Any:
     """The index of the rows of some pieces, one piece after the other."""
-    if len(pieces) == 1:
-        return slice(pieces[0].start, pieces[0].start + pieces[0].size)
+    if all(p.start + p.size == q.start for p, q in itertools.pairwise(pieces)):
+        return slice(pieces[0].start, pieces[-1].start + pieces[-1].size)
     return np.concatenate([np.arange(p.start, p.start + p.size) for p in pieces])
 
 
@@ -209,20 +211,29 @@ class AddRows(Combine):
 
     rows: int
     pieces: Mapping[int, Sequence[Piece]]
+    parallel: ClassVar[bool] = True
 
     def sources(self, plan: Plan) -> Collection[int]:
         return tuple(self.pieces)
 
     def complete(self, plan: Plan, shapes: Sequence[Any]) -> tuple[Make, Shape]:
         shape = (self.rows, *plan.shape[1:])
+        spans = sorted((p.at, p.at + p.size) for run in self.pieces.values() for p in run)
+        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        covered = apart and sum(end - start for start, end in spans) == self.rows
+        pooled = covered and math.prod(shape) * plan.dtype.itemsize >= pool.POOL_MIN
+        empty = np.empty_like if covered else np.zeros_like
 
         def make(x: Any, blocks: Sequence[Any], *more: Any) -> Any:
-            y = np.zeros_like(x, shape=shape, order="C")
+            y = pool.empty(shape, x.dtype) if pooled and type(x) is np.ndarray else empty(x, shape=shape, order="C")
             for source, run in self.pieces.items():
-                start = 0
-                for p in run:
-                    y[p.at : p.at + p.size] += blocks[source][start : start + p.size]
-                    start += p.size
+                ends = itertools.accumulate(p.size for p in run)
+                for p, end in zip(run, ends, strict=True):
+                    block = blocks[source][end - p.size : end]
+                    if apart:
+                        y[p.at : p.at + p.size] = block
+                    else:
+                        y[p.at : p.at + p.size] += block
             return read_only(y)
 
         return make, shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 import spmd
+from spmd import functions
+from spmd.autodiff import tree
 
 MESHES = [{"e": n} for n in range(1, 9)] + [
     {"data": 2, "e": 2},
@@ -158,3 +161,79 @@ def random_case(seed: int, meshes: Sequence[dict[str, int]] = MESHES) -> Case:
         int(rng.integers(1, 6)) if rng.random() < 0.5 else None,
         bool(rng.random() < 0.5),
     )
+
+
+def check_arrays(case: Case, mesh: spmd.Mesh, stacked: bool) -> None:
+    """Values and gradients of the workers here are their parts of the dense ones.
+
+    stacked: one function, and the parameters of this worker's experts; else a list of functions.
+    """
+    stacked |= len(case.axes) > len(case.over)  # further axes sum the gradients of each function
+    names, found = tuple(case.axes), {}
+
+    def body():
+        w = spmd.worker_index(names)
+        x, gate, g = (spmd.varying(a[w], names) for a in (case.xs, case.gates, case.gs))
+        params = case.stacked(w) if stacked else [case.weights[e] for e in case.own(w)]
+        params = tree.map(lambda a: spmd.varying(a, case.over), params)
+
+        def run(x, gate, params):
+            if stacked:
+                return functions.experts(x, gate, applied, case.over, params=params, **case.options)
+            fns = [functools.partial(applied, w) for w in params]
+            return functions.experts(x, gate, fns, case.over, **case.options)
+
+        dx, dgate, dparams = spmd.grad(lambda *args: np.sum(run(*args) * g), (0, 1, 2))(x, gate, params)
+        blocks = tree.map(spmd.block, (run(x, gate, params), dx, dgate, dparams))
+        found[w] = (*blocks[:3], list(zip(*blocks[3], strict=True)) if stacked else blocks[3])
+
+    spmd.map(body, in_specs=(), out_specs=None, mesh=mesh)()
+    _compare(case, found)
+
+
+def check_tensors(case: Case, mesh: spmd.Mesh, stacked: bool, checked: bool) -> None:
+    """The same of tensors. checked: with states."""
+    import torch
+
+    from spmd.bridge import torch as spt
+
+    stacked |= len(case.axes) > len(case.over)
+    checked |= len(case.axes) > len(case.over)  # without states nothing is summed over further axes
+    names, found = tuple(case.axes), {}
+
+    def leaf(a: np.ndarray, over: Sequence[str]) -> Any:
+        return spmd.varying(torch.tensor(a), over).requires_grad_()
+
+    def body():
+        w = spmd.worker_index(names)
+        x, gate = leaf(case.xs[w], names), leaf(case.gates[w], names)
+        if stacked:
+            params = [leaf(a, case.over) for a in case.stacked(w)]
+            y = spt.functions.experts(x, gate, applied, case.over, params=params, **case.options)
+        else:
+            params = [leaf(a, case.over) for e in case.own(w) for a in case.weights[e]]
+            fns = [functools.partial(applied, p) for p in zip(params[::2], params[1::2], strict=True)]
+            y = spt.functions.experts(x, gate, fns, case.over, **case.options)
+        (y * spmd.varying(torch.tensor(case.gs[w]), names)).sum().backward()
+        y, dx, dgate, *dparams = (spmd.block(a) for a in (y, x.grad, gate.grad, *(p.grad for p in params)))
+        pairs = zip(*dparams, strict=True) if stacked else zip(dparams[::2], dparams[1::2], strict=True)
+        found[w] = y, dx, dgate, list(pairs)
+
+    spt.map(body, in_specs=(), out_specs=None, mesh=mesh, check=checked)()
+    _compare(case, found)
+
+
+def _compare(case: Case, found: dict[int, Any]) -> None:
+    ys, (dxs, dgates, dweights) = case.expected()
+    assert found
+    for w, (y, dx, dgate, of_experts) in found.items():
+        close(y, ys[w])
+        close(dx, dxs[w])
+        close(dgate, dgates[w])
+        for e, pair in zip(case.own(w), of_experts, strict=True):
+            for got, want in zip(pair, dweights[e], strict=True):
+                close(got, want)
+
+
+def close(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operators.test_root import near, on_workers
+from launch import PROGRAMS, each_mpi, launch
 
 import spmd
-from functions.expert_cases import Case, applied, random_case
+from functions.expert_cases import Case, applied, check_arrays, close, random_case
 from spmd import P, functions
 from spmd.autodiff import tree
 from spmd.errors import JitError
@@ -20,52 +18,22 @@ from spmd.functions.expert_routes import best_experts
 SCHEDULERS = st.sampled_from(["lockstep", "threads"])
 
 
-def check(case: Case, scheduler: str, stacked: bool) -> None:
-    """Values and gradients of every worker are its parts of the dense ones.
-
-    stacked: one function, and the parameters of this worker's experts; else a list of functions.
-    """
-    stacked |= len(case.axes) > len(case.over)  # further axes sum the gradients of each function
-    names = tuple(case.axes)
-    ys, (dxs, dgates, dweights) = case.expected()
-
-    def body():
-        w = spmd.worker_index(names)
-        x, gate, g = (spmd.varying(a[w], names) for a in (case.xs, case.gates, case.gs))
-        params = case.stacked(w) if stacked else [case.weights[e] for e in case.own(w)]
-        params = tree.map(lambda a: spmd.varying(a, case.over), params)
-
-        def run(x, gate, params):
-            if stacked:
-                return functions.experts(x, gate, applied, case.over, params=params, **case.options)
-            fns = [functools.partial(applied, w) for w in params]
-            return functions.experts(x, gate, fns, case.over, **case.options)
-
-        gs = spmd.grad(lambda *args: np.sum(run(*args) * g), (0, 1, 2))(x, gate, params)
-        return tree.map(spmd.block, (run(x, gate, params), gs))
-
-    for w, (y, (dx, dgate, dparams)) in enumerate(on_workers(case.axes, body, scheduler)):
-        near(y, ys[w])
-        near(dx, dxs[w])
-        near(dgate, dgates[w])
-        of_each = list(zip(*dparams, strict=True)) if stacked else dparams
-        assert len(of_each) == len(case.own(w))
-        for e, got in zip(case.own(w), of_each, strict=True):
-            near(got[0], dweights[e][0])
-            near(got[1], dweights[e][1])
+def check(seed: int, scheduler: str, stacked: bool) -> None:
+    case = random_case(seed)
+    check_arrays(case, spmd.Mesh(**case.axes, transport="local", scheduler=scheduler), stacked)
 
 
 @given(st.integers(0, 10**6), SCHEDULERS, st.booleans())
 @settings(max_examples=60)
 def test_they_are_the_dense_computation(seed, scheduler, stacked):
-    check(random_case(seed), scheduler, stacked)
+    check(seed, scheduler, stacked)
 
 
 @pytest.mark.full
 @given(st.integers(0, 10**6), SCHEDULERS, st.booleans())
 @settings(max_examples=1000)
 def test_they_are_the_dense_computation_in_many_cases(seed, scheduler, stacked):
-    check(random_case(seed), scheduler, stacked)
+    check(seed, scheduler, stacked)
 
 
 def test_ties_and_scores_that_are_no_numbers():
@@ -107,12 +75,12 @@ def test_all_experts_on_one_worker_need_no_mesh():
     run = lambda x, gate, w: functions.experts(x, gate, applied, params=w, **case.options)
     args = case.xs[0], case.gates[0], case.stacked(0)
     (y,), (dx, dgate, dw) = case.expected()
-    near(run(*args), y)
+    close(run(*args), y)
     grads = spmd.grad(lambda *args: np.sum(run(*args) * case.gs[0]), (0, 1, 2))(*args)
-    near(grads[0], dx[0])
-    near(grads[1], dgate[0])
+    close(grads[0], dx[0])
+    close(grads[1], dgate[0])
     for i in (0, 1):
-        near(grads[2][i], np.stack([w[i] for w in dw]))
+        close(grads[2][i], np.stack([w[i] for w in dw]))
 
 
 def test_gradients_of_gradients(scheduler):
@@ -130,7 +98,7 @@ def test_gradients_of_gradients(scheduler):
     mesh = spmd.Mesh(e=2, transport="local", scheduler=scheduler)
     got = product(mesh.map(run("e"), in_specs=P("e"), out_specs=P("e")))
     for a, b in zip(tree.leaves(got), tree.leaves(product(run(None))), strict=True):
-        near(a, b)
+        close(a, b)
 
 
 def test_short_numbers_keep_the_dtype_of_tokens():
@@ -159,12 +127,12 @@ def test_losses_are_of_all_tokens_of_all_workers(axes, scheduler):
     mesh = spmd.Mesh(**axes, transport="local", scheduler=scheduler)
     for k in (1, 2, 4):
         loss = mesh.map(lambda g, k=k: functions.load_balance_loss(g, names, k), in_specs=P(names), out_specs=P())
-        near(loss(gate).item(), balance(gate, k))
+        close(loss(gate).item(), balance(gate, k))
         alone = lambda g, k=k: functions.load_balance_loss(g, k=k)
-        near(spmd.grad(loss)(gate), spmd.grad(alone)(gate))
+        close(spmd.grad(loss)(gate), spmd.grad(alone)(gate))
     loss = mesh.map(lambda g: functions.router_z_loss(g, names), in_specs=P(names), out_specs=P())
-    near(loss(gate).item(), np.mean(np.log(np.exp(gate).sum(1)) ** 2))
-    near(spmd.grad(loss)(gate), spmd.grad(functions.router_z_loss)(gate))
+    close(loss(gate).item(), np.mean(np.log(np.exp(gate).sum(1)) ** 2))
+    close(spmd.grad(loss)(gate), spmd.grad(functions.router_z_loss)(gate))
 
 
 def test_a_gradient_descends_to_balance():
@@ -186,3 +154,10 @@ def test_recording_is_refused():
         mapped = spmd.jit(spmd.map(body, in_specs=P("e"), out_specs=P("e"), mesh=spmd.Mesh(e=2)))
         with pytest.raises(JitError, match="depends on their values"):
             mapped(np.ones((2, 2)))
+
+
+@each_mpi
+def test_processes(python):
+    ended = launch(PROGRAMS / "experts.py", "8", "4", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("are the dense computation") == 4, str(ended)

@@ -190,4 +190,12 @@ ROWS = [
         "spt.put: argument mesh", "Mesh(x=2) for a sharded tensor", "the mesh that it is on", "x.whole()"),
     Row("a sharded tensor on another device", sharded(lambda x: x.to("meta")), LayoutError,
         "torch's ", "'meta' for a sharded tensor", "whose device is 'cpu'", "x.whole().to(device)"),
+    Row("experts that are no modules", body(lambda x: spt.nn.Experts([torch.tanh], nn.Identity(), "data")), SpecError,
+        "spt.nn.Experts: argument experts", "list [", "a list of modules", "make_expert() for"),
+    Row("experts of two architectures",
+        body(lambda x: spt.nn.Experts([nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())], nn.Identity(), "data")),
+        LayoutError, "spt.nn.Experts: argument experts", "ReLU", "one architecture", "modules of this worker"),
+    Row("experts with buffers", body(lambda x: spt.nn.Experts([nn.BatchNorm1d(2)], nn.Identity(), "data")), LayoutError,
+        "spt.nn.Experts: argument experts", "the buffer 'running_mean'", "modules without buffers",
+        "modules of this worker"),
 ]  # fmt: skip

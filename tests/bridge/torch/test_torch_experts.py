@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
+import sys
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import PROGRAMS, TORCHRUN, launch, mpiexec
 
 torch = pytest.importorskip("torch")
-from functions.expert_cases import Case, applied, random_case  # noqa: E402
+from functions.expert_cases import check_tensors, close, random_case  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
@@ -19,58 +19,22 @@ from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 
 
-def near(got, want) -> None:
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-
-
-def check(case: Case, stacked: bool, checked: bool) -> None:
-    """Values and gradients of every worker are its parts of the dense ones."""
-    ys, (dxs, dgates, dweights) = case.expected()
-    names = tuple(case.axes)
-    stacked |= len(case.axes) > len(case.over)
-    checked |= len(case.axes) > len(case.over)  # without states nothing is summed over further axes
-    found: dict[int, tuple] = {}
-
-    def body():
-        w = spmd.worker_index(names)
-        leaf = lambda a, over: spmd.varying(torch.tensor(a), over).requires_grad_()
-        x, gate = leaf(case.xs[w], names), leaf(case.gates[w], names)
-        if stacked:
-            params = [leaf(a, case.over) for a in case.stacked(w)]
-            y = spt.functions.experts(x, gate, applied, case.over, params=params, **case.options)
-        else:
-            params = [leaf(a, case.over) for e in case.own(w) for a in case.weights[e]]
-            pairs = zip(params[::2], params[1::2], strict=True)
-            y = spt.functions.experts(
-                x, gate, [functools.partial(applied, p) for p in pairs], case.over, **case.options
-            )
-        (y * spmd.varying(torch.tensor(case.gs[w]), names)).sum().backward()
-        found[w] = [spmd.block(a) for a in (y, x.grad, gate.grad, *(p.grad for p in params))]
-
-    mesh = spmd.Mesh(**case.axes, transport="local")
-    spt.map(body, in_specs=(), out_specs=None, mesh=mesh, check=checked)()
-    for w, (y, dx, dgate, *dparams) in found.items():
-        near(y, ys[w])
-        near(dx, dxs[w])
-        near(dgate, dgates[w])
-        of_each = list(zip(*dparams, strict=True)) if stacked else list(zip(dparams[::2], dparams[1::2], strict=True))
-        assert len(of_each) == len(case.own(w))
-        for e, (first, second) in zip(case.own(w), of_each, strict=True):
-            near(first, dweights[e][0])
-            near(second, dweights[e][1])
+def check(seed: int, stacked: bool, checked: bool) -> None:
+    case = random_case(seed)
+    check_tensors(case, spmd.Mesh(**case.axes, transport="local"), stacked, checked)
 
 
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
 @settings(max_examples=30)
 def test_they_are_the_dense_computation(seed, stacked, checked):
-    check(random_case(seed), stacked, checked)
+    check(seed, stacked, checked)
 
 
 @pytest.mark.full
 @given(st.integers(0, 10**6), st.booleans(), st.booleans())
 @settings(max_examples=500)
 def test_they_are_the_dense_computation_in_many_cases(seed, stacked, checked):
-    check(random_case(seed), stacked, checked)
+    check(seed, stacked, checked)
 
 
 # The layer
@@ -137,12 +101,12 @@ def test_training_the_layer_is_training_on_one_worker(double, axes):
 
     mesh = spmd.Mesh(**axes, transport="local")
     found, state = spt.map(body, in_specs=P(names), out_specs=(None, None), mesh=mesh)(x, target)
-    near(found, losses)
+    close(found, losses)
     for name, own in alone[-1].named_parameters():
-        near(state[f"gate.{name}"], own.detach())
+        close(state[f"gate.{name}"], own.detach())
     for e in range(5):
         for name, own in alone[e].named_parameters():
-            near(state[name.replace(".", "__")][e], own.detach())
+            close(state[name.replace(".", "__")][e], own.detach())
 
 
 def test_frozen_gates_train_experts_where_some_workers_have_none(double):
@@ -178,7 +142,7 @@ def test_compiled_functions_leave_their_graph(double):
 
     y = spt.map(body, in_specs=P("e"), out_specs=P("e"), mesh=spmd.Mesh(e=2), check=False)(x)
     expected = spt.map(lambda x: spt.nn.Experts(experts, gate, "e")(x), P("e"), P("e"), mesh=spmd.Mesh(e=1))
-    near(y.detach(), 2 * expected(torch.sin(x)).detach())
+    close(y.detach(), 2 * expected(torch.sin(x)).detach())
 
 
 def test_short_numbers_and_autocast():
@@ -195,3 +159,16 @@ def test_short_numbers_and_autocast():
     narrow, y = spt.map(body, in_specs=P("e"), out_specs=P("e"), mesh=mesh, check=False)(x, scores)
     assert narrow.dtype == torch.float32
     assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("python", "n"),
+    [pytest.param(sys.executable, 4, marks=pytest.mark.mpi, id="mpi"), pytest.param(TORCHRUN, 2, id="torchrun")],
+)
+def test_processes(python, n):
+    """Under the mpiexec of this environment: the one with Open MPI has no torch."""
+    if python == sys.executable and mpiexec() is None:
+        pytest.skip("no mpiexec beside this Python")
+    ended = launch(PROGRAMS / "experts.py", "6", str(n), "torch", n=n, python=python, timeout=180)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("are the dense computation") == n, str(ended)

@@ -52,8 +52,7 @@ class Experts(ShardedModule):
     ):
         super().__init__()
         experts = [*experts]
-        tables = [dict(m.named_parameters()) for m in experts]
-        _check(experts, tables)
+        tables = _checked_parameters(experts)
         self.gate = gate
         self.axis_name, self.k, self.capacity = axis_name, k, capacity
         self.renormalize, self.token_axes = renormalize, token_axes
@@ -86,12 +85,13 @@ class Experts(ShardedModule):
         return f"{self._expert[0]}, axis_name={self.axis_name!r}, k={self.k}, capacity={self.capacity}"
 
 
-def _check(experts: list[Any], tables: list[dict[str, nn.Parameter]]) -> None:
-    """Raise unless modules are of one architecture, and have parameters only."""
+def _checked_parameters(experts: list[Any]) -> list[dict[str, nn.Parameter]]:
+    """The parameters of each module. Raises unless they are of one architecture, and have parameters only."""
     where = "spt.nn.Experts"
     if not experts or not all(isinstance(m, nn.Module) for m in experts):
         need, mend = "a list of modules, an expert each", "[make_expert() for _ in range(8)]"
         raise SpecError.at(where, argument="experts", got=describe(experts), need=need, mend=mend)
+    tables = [dict(m.named_parameters()) for m in experts]
     shapes = [{name: tuple(p.shape) for name, p in table.items()} for table in tables]
     kinds = [(repr(m), each) for m, each in zip(experts, shapes, strict=True)]
     different = next((kind for kind in kinds if kind != kinds[0]), None)
@@ -112,3 +112,4 @@ def _check(experts: list[Any], tables: list[dict[str, nn.Parameter]]) -> None:
             need="modules without buffers, which would be of all experts",
             mend="spt.functions.experts(x, scores, [modules of this worker], axis_name)",
         )
+    return tables
