@@ -298,13 +298,13 @@ def _outputs(lib: Any, received: Any, calls: _Calls, loads: tuple[int, ...], wid
 def _checked_output(out: Any, rows: Any, width: int) -> Any:
     shape: tuple[int, ...] = tuple(getattr(out, "shape", ()))
     if shape != (rows.shape[0], width):
-        wide = len(shape) == 2 and shape[0] == rows.shape[0]
+        widths = shape[1:] if shape[:1] == tuple(rows.shape[:1]) else ()
         raise LayoutError.at(
             _EXPERTS,
             argument="fns",
             got=f"an expert that gives {describe(out)} for {describe(rows)}",
             need=f"shape {[rows.shape[0], width]}: a row of {width} features for each row",
-            mend=f"out_features={shape[-1]}" if wide else "functions of rows, which may be none",
+            mend=f"out_features={widths[0]}" if len(widths) == 1 else "functions of rows, which may be none",
         )
     return out
 
