@@ -166,6 +166,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case(lambda x, w: L.linear(x, w, spec=ROWS, w_spec=COLUMNS), [(7, 4), (5, 4)], [ROWS, COLUMNS]),
     ],
+    "load_balance_loss": [Case(lambda x: L.load_balance_loss(x, "x"), [(7, 4)], [ROWS])],
     "log_softmax": along_classes(L.log_softmax),
     "lstm": [
         Case(
@@ -204,6 +205,7 @@ CASES: dict[str, list[Case]] = {
         Case(lambda x: L.rope(x), [(7, 5, 4)], [ROWS], True),
         Case(lambda x: L.rope(x, spec=COLUMNS), [(2, 7, 4)], [COLUMNS]),
     ],
+    "router_z_loss": [Case(lambda x: L.router_z_loss(x, "x"), [(7, 4)], [ROWS], True)],
     "smooth_l1_loss": entrywise(L.smooth_l1_loss, beta=0.5),
     "softmax": along_classes(L.softmax),
     "softmin": along_classes(L.softmin),
@@ -222,7 +224,8 @@ CASES: dict[str, list[Case]] = {
 
 
 def test_every_function_has_a_case():
-    assert set(CASES) == set(L.__all__)
+    left = {"experts"}  # compiled functions leave their graph for it: test_torch_experts.py
+    assert set(CASES) == set(L.__all__) - left
 
 
 @pytest.fixture(autouse=True)
