@@ -19,6 +19,7 @@ from spmd.tracebacks import api_boundary
 __all__ = [
     "Described",
     "Leaf",
+    "dotted_paths",
     "flatten",
     "flatten_with_path",
     "leaf_positions",
@@ -159,6 +160,15 @@ def _shown_paths(structure: Any) -> Sequence[str]:
 
 def _step(entry: Any) -> str:
     return f".{entry.field}" if isinstance(entry, optree.NamedTupleEntry) else f"[{entry.entry!r}]"
+
+
+def dotted_paths(structure: Any) -> list[str]:
+    """The path of each leaf of a structure, its keys, fields and indices joined by dots: `layers.0.bias`."""
+    return [".".join([_key(entry) for entry in path]) for path in optree.treespec_accessors(structure)]
+
+
+def _key(entry: Any) -> str:
+    return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry)
 
 
 def paths(tree: Any) -> list[tuple[Any, ...]]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.staging.recorder import checked, is_slot, one_line
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import describe, message
+from spmd.errors import StateError, describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
-from spmd.optim.numbers import as_python_number, cast_like, widened
+from spmd.optim.numbers import as_python_number, cast_like, is_recorded, varying_axes, widened
+from spmd.optim.optimizers import MISSING, Optimizer, check_given
 from spmd.tracebacks import api_boundary
 
-__all__ = ["clip_by_global_norm"]
+__all__ = ["clip_by_global_norm", "clipped"]
 
 
 @api_boundary
@@ -36,6 +36,45 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
     scale, wide = _scale(grads, max_norm), tree.map(widened, grads)
     return tree.map(lambda g, w: cast_like(cast_like(w * scale, w), g), grads, wide)
+
+
+@api_boundary
+def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
+    """An optimiser that clips the gradients to a global norm of at most max_norm, and then takes its step.
+
+    It is `clip_by_global_norm` before the update; each parameter counts once, whatever splits it. Within `shard` the
+    norm is that of the summed gradient, of which each worker has a part: `shard(clipped(adam(1e-3), 1.0), "data")`.
+    Cost: as `clip_by_global_norm`. Raises StateError for gradients that vary over an axis along which the parameter
+    does not: their sum is not known yet.
+
+        >>> optimizer = spmd.optim.clipped(spmd.optim.sgd(0.5), 1.0)
+        >>> params = np.array([1.0, 2.0])
+        >>> optimizer.update(np.array([3.0, 4.0]), optimizer.init(params), params)[0]
+        array([0.7, 1.6])
+    """
+    checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
+
+    def update(grads, state, params=MISSING, *, donate=False):
+        check_given(params)
+        _check_summed(grads, params)
+        return optimizer.update(clip_by_global_norm(grads, max_norm), state, params, donate=donate)
+
+    return Optimizer(optimizer.init, api_boundary(update), optimizer.specs)
+
+
+def _check_summed(grads: Any, params: Any) -> None:
+    leaves, structure = tree.flatten(params)
+    paths = tree.shown_paths(structure)
+    for path, p, g in zip(paths, leaves, structure.flatten_up_to(grads), strict=True):
+        axes = sorted(varying_axes(g) - varying_axes(p))
+        if axes:
+            raise StateError.at(
+                "spmd.optim.clipped",
+                argument=f"grads{path}",
+                got=f"{describe(g)}, for the parameter {describe(p)}",
+                need=f"a gradient that is summed over {', '.join(map(repr, axes))}: its norm is that of the sum",
+                mend="spmd.optim.shard(spmd.optim.clipped(optimizer, max_norm), axis_name), which sums first",
+            )
 
 
 def _check_max_norm(max_norm: Any) -> None:
@@ -63,12 +102,12 @@ def _scale(grads: Any, max_norm: Any) -> Any:
             relative = total / limit / limit
             fits = (total > 1e-20) & (relative < np.inf)  # no relevant underflow, on any worker
             fast = _scale_to(relative)
-        if not _is_recorded(fits) and value_of(fits):
+        if not is_recorded(fits) and value_of(fits):
             return fast
     limit = np.float64(1) * max_norm  # a NumPy number, so the quotients are float64
     scale = _scale_to(_scaled_square(grads, limit, fits))
     # A recorded program computes both, and decides in every run. A product with float64 is exact for shorter dtypes.
-    return np.where(fits, fast, scale) if _is_recorded(fits) else scale
+    return np.where(fits, fast, scale) if is_recorded(fits) else scale
 
 
 def _scaled_square(grads: Any, limit: Any, fits: Any) -> Any:
@@ -88,11 +127,6 @@ def _scaled_square(grads: Any, limit: Any, fits: Any) -> Any:
 def _square_unless(skip: Any, g: np.ndarray, limit: Any) -> Any:
     quotient = None if skip else g / limit
     return np.float64(0) if quotient is None else np.sum(quotient * quotient)
-
-
-def _is_recorded(x: Any) -> bool:
-    value = value_of(x)
-    return any(map(is_slot, value.__spmd_parts__() if type(value) is PartitionedArray else (value,)))
 
 
 def _scale_to(relative_square: Any) -> Any:

@@ -22,10 +22,12 @@ __all__ = [
     "checked_option",
     "checked_rate",
     "count_of",
+    "is_recorded",
     "is_short",
     "name_of_dtype",
     "next_count",
     "rate_at",
+    "varying_axes",
     "widened",
 ]
 
@@ -88,6 +90,17 @@ def rate_at(learning_rate: Rate, steps: Any) -> Any:
 def _is_recorded(x: Any) -> bool:
     """Whether a number is an array that a tape or a program may record."""
     return type(x) in (Array, PartitionedArray) or is_slot(x)
+
+
+def is_recorded(x: Any) -> bool:
+    """Whether the value of an array is known to the runs of a recorded program only."""
+    value = value_of(x)
+    return any(map(is_slot, value.__spmd_parts__() if type(value) is PartitionedArray else (value,)))
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes along which an array of a body varies."""
+    return x.state.varying if type(x) is Array and x.state is not None else frozenset()
 
 
 # Counts of updates

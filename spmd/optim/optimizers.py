@@ -7,7 +7,7 @@ kernel passes over each array once, with the results of the formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,19 @@ from spmd.placement import put
 from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
-__all__ = ["AdamState", "Optimizer", "SGDState", "adam", "adamw", "checked_array", "sgd"]
+__all__ = [
+    "MISSING",
+    "AdamState",
+    "Optimizer",
+    "SGDState",
+    "adam",
+    "adamw",
+    "check_given",
+    "checked_array",
+    "first_number",
+    "give_up",
+    "sgd",
+]
 
 
 class Optimizer(NamedTuple):
@@ -52,9 +64,10 @@ class Optimizer(NamedTuple):
     The state counts updates in an array of one integer, so `spmd.jit` records an update once. A learning rate that is a
     function, as `cosine` and `linear` make, gets the number of updates before this one: 0 at the first.
 
-    specs: specs of params -> specs of the state, for in_specs and out_specs. What a state holds for each parameter lies
-    as the parameter does, the count is P(). param_specs: a spec for all, or a tree of P, `Layout`, None (passed as it
-    is) or global arrays, whose layouts count. Raises SpecError for anything else, with the path of the leaf.
+    specs: (param_specs, params=None) -> specs of the state, for in_specs and out_specs; only `shard` and `groups` look
+    at params. What a state holds for each parameter lies as the parameter does, the count is P(). param_specs: a spec
+    for all, or a tree of P, `Layout`, None (passed as it is) or global arrays, whose layouts count. Raises SpecError
+    for anything else, with the path of the leaf.
 
     donate: give up the state and params that are `PartitionedArray`s, as jax.jit(donate_argnums=...) does. On the host
     the results reuse their memory if nothing else refers to it, and a step needs no memory besides its gradients. Using
@@ -111,7 +124,8 @@ class AdamState(NamedTuple):
 
 SGDState.__module__ = AdamState.__module__ = "spmd.optim"  # where checkpoints and pickles look them up
 
-_MISSING = object()
+MISSING = object()
+"""The parameters that an update was not given."""
 
 
 @api_boundary
@@ -133,7 +147,7 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
     momentum = checked_option("spmd.optim.sgd", "momentum", momentum, 0.9)
 
     def init(params):
-        return SGDState(_first_count(params), tree.map(_zeros, params) if momentum else None)
+        return SGDState(first_number(params, 0), tree.map(_zeros, params) if momentum else None)
 
     def formula(rate, p, g, v=None):
         direction = g = widened(g)
@@ -142,8 +156,8 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
             direction = momentum * v + g if nesterov else v
         return cast_like(widened(p) - rate * direction, p), v
 
-    def update(grads, state, params=_MISSING, *, donate=False):
-        _check_given(params)
+    def update(grads, state, params=MISSING, *, donate=False):
+        check_given(params)
         rate = rate_at(learning_rate, count_of(state.steps))
         state_trees = (state.velocity,) if momentum else ()
         numbers = _kernel_options(rate, momentum, nesterov)
@@ -151,7 +165,7 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         params, velocity = step.on_each(2, donate, params, grads, *state_trees)
         return params, SGDState(next_count(state.steps), velocity if momentum else state.velocity)
 
-    def specs(param_specs):
+    def specs(param_specs, params=None):
         moments = _moment_specs("spmd.optim.sgd", param_specs)
         return SGDState(P(), moments if momentum else None)
 
@@ -201,7 +215,7 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
     weight_decay = checked_option(where, "weight_decay", weight_decay, 1e-2)
 
     def init(params):
-        return AdamState(_first_count(params), tree.map(_zeros, params), tree.map(_zeros, params))
+        return AdamState(first_number(params, 0), tree.map(_zeros, params), tree.map(_zeros, params))
 
     def formula(rate, t, p, g, m, s):
         g, wide = widened(g), widened(p)
@@ -210,8 +224,8 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         direction = (m * (1 / (1 - b1**t))) / (np.sqrt(s * (1 / (1 - b2**t))) + eps)
         return cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
-    def update(grads, state, params=_MISSING, *, donate=False):
-        _check_given(params)
+    def update(grads, state, params=MISSING, *, donate=False):
+        check_given(params)
         steps = count_of(state.steps)
         rate, t = rate_at(learning_rate, steps), steps + 1
         numbers = _kernel_options(rate, b1, b2, eps, weight_decay, t)
@@ -219,15 +233,15 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         params, *moments = step.on_each(3, donate, params, grads, state.mean, state.square)
         return params, AdamState(next_count(state.steps), *moments)
 
-    def specs(param_specs):
+    def specs(param_specs, params=None):
         moments = _moment_specs(where, param_specs)
         return AdamState(P(), moments, moments)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
 
 
-def _check_given(params: Any) -> None:
-    if params is _MISSING:
+def check_given(params: Any) -> None:
+    if params is MISSING:
         raise SpecError.at(
             "update of spmd.optim",
             argument="params",
@@ -262,6 +276,13 @@ def _spec_like(where: str, path: str, x: Any) -> Spec | None:
     )
 
 
+def give_up(arrays: Iterable[Any]) -> None:
+    """Mark global arrays as given away."""
+    for a in arrays:
+        if type(a) is PartitionedArray:
+            a.blocks = DONATED
+
+
 def checked_array(argument: str, a: Any, p: Any = None) -> None:
     """Raise unless a is an array of real floating-point numbers with the shape of the parameter p."""
     if hasattr(type(a), "__array__") and not on_device(a):
@@ -279,12 +300,13 @@ def checked_array(argument: str, a: Any, p: Any = None) -> None:
         )
 
 
-def _first_count(params: Any) -> Any:
-    """The count of no update: where parameters are global arrays, it is one too, so that all calls get one kind."""
+def first_number(params: Any, number: Any) -> Any:
+    """A number of a first state: where parameters are global arrays, it is one too, so that all calls get one kind."""
     meshes = (p.mesh for p in map(value_of, tree.leaves(params)) if type(p) is PartitionedArray)
     mesh = next(meshes, None)
     # A count on a GPU would be waited for in every update.
-    return np.asarray(0) if mesh is None or mesh.places is not None else put(np.asarray(0), P(), mesh)
+    value = np.asarray(number)
+    return value if mesh is None or mesh.places is not None else put(value, P(), mesh)
 
 
 def _zeros(p):
@@ -336,10 +358,8 @@ class _Step(NamedTuple):
         for k, arrays in enumerate(rows):
             if uses_kernel[k]:
                 results[k] = self._by_kernel(arrays, reusable)
-        for p, _, *state in rows if donate else ():
-            for a in (p, *state):
-                if type(a) is PartitionedArray:
-                    a.blocks = DONATED
+        if donate:
+            give_up([a for p, _, *state in rows for a in (p, *state)])
         return [tree.unflatten(structure, [result[k] for result in results]) for k in range(count)]
 
     def _by_formula(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

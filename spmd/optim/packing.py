@@ -77,7 +77,7 @@ class Packing:
         if len(self.shapes) > 1:
             flat, ends = packed[self._places], offsets([math.prod(s) for s in self.shapes])
             return [np.reshape(flat[a:b], s) for (a, b), s in zip(pairwise(ends), self.shapes, strict=True)]
-        (whole,), (d,) = self.shapes, self.dims
+        [whole], [d] = list(self.shapes), list(self.dims)
         if d == 0:
             return [np.reshape(packed, whole)]
         parts = [

@@ -10,7 +10,7 @@ import numpy as np
 from spmd.array import PartitionedArray
 from spmd.autodiff import tree
 from spmd.autodiff.tape import ACTIVE
-from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.tracer import value_of
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.global_ops.resharding import reshard
 from spmd.layout import P, Spec, block_sizes
@@ -18,10 +18,10 @@ from spmd.mapping import map as spmd_map
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.gather import all_gather, pslice, psum_scatter
 from spmd.operators.reduce import psum
-from spmd.optim.optimizers import Optimizer, checked_array
+from spmd.optim.numbers import varying_axes
+from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, give_up
 from spmd.optim.packing import Packing, batches, packing_of
 from spmd.optim.sharding import mesh_of, own_spec, shard_specs, sharded_spec
-from spmd.ownership import DONATED
 from spmd.placement import put
 from spmd.spec_trees import spec_leaves, spread
 from spmd.state import INVARIANT
@@ -31,7 +31,6 @@ from spmd.transport.call import Group
 __all__ = ["shard"]
 
 _WHERE = "spmd.optim.shard"
-_MISSING = object()
 _MARK = "parameter "
 """How the names begin that stand for parameters in specs."""
 
@@ -104,9 +103,8 @@ class _Sharded:
         dims = [_dimension_by_shape(worker, names, p.shape) for p in leaves]
         return self.optimizer.init(tree.unflatten(structure, _sliced(leaves, dims, names)))
 
-    def update(self, grads, state, params=_MISSING, *, donate=False):
-        if params is _MISSING:
-            return self.optimizer.update(grads, state)  # which raises
+    def update(self, grads, state, params=MISSING, *, donate=False):
+        check_given(params)
         leaves, structure = tree.flatten(params)
         given = structure.flatten_up_to(grads)
         for p, g in zip(leaves, given, strict=True):
@@ -143,13 +141,9 @@ def _worker(axis_name: str | Sequence[str]) -> tuple[Worker, tuple[str, ...]]:
     return worker, worker.mesh.names(axis_name, _WHERE)
 
 
-def _varying(x: Any) -> frozenset[str]:
-    return x.state.varying if type(x) is Array and x.state is not None else frozenset()
-
-
 def _check_invariant(names: tuple[str, ...], structure: Any, params: Sequence[Any]) -> None:
     for path, p in zip(tree.shown_paths(structure), params, strict=True):
-        if not _varying(p).isdisjoint(names):
+        if not varying_axes(p).isdisjoint(names):
             raise StateError.at(
                 _WHERE,
                 argument=f"params{path}",
@@ -161,7 +155,7 @@ def _check_invariant(names: tuple[str, ...], structure: Any, params: Sequence[An
 
 def _check_whole_shape(path: str, p: Any) -> None:
     """Raise if the parts of a state cannot be told in a body, because the parameter is a block of a larger one."""
-    if _varying(p):
+    if varying_axes(p):
         raise StateError.at(
             f"init of {_WHERE}",
             argument=path,
@@ -214,7 +208,7 @@ def _dimension_by_part(group: Group, names: tuple[str, ...], path: str, p: Any, 
     """The dimension in which this worker's part of a state is shorter than the parameter.
 
     A first worker may hold all of a dimension of length 1. Then any such dimension will do: others hold no entries."""
-    if _varying(part).issuperset(names) and len(part.shape) == len(p.shape):
+    if varying_axes(part).issuperset(names) and len(part.shape) == len(p.shape):
         for d, n in enumerate(p.shape):
             expected = (*p.shape[:d], block_sizes(n, group.dims)[group.index], *p.shape[d + 1 :])
             if part.shape == expected:
@@ -242,10 +236,10 @@ def _summed(
     """This worker's parts of the gradients, summed over all axes along which their parameters do not vary."""
     parts = list(grads)
     extra = [
-        tuple([n for n in worker.mesh.axes if n in _varying(g) - _varying(p)])
+        tuple([n for n in worker.mesh.axes if n in varying_axes(g) - varying_axes(p)])
         for p, g in zip(params, grads, strict=True)
     ]
-    kinds = [(g.dtype, _varying(g), axes) for g, axes in zip(grads, extra, strict=True)]
+    kinds = [(g.dtype, varying_axes(g), axes) for g, axes in zip(grads, extra, strict=True)]
     scattered = [k for k, d in enumerate(dims) if d is not None and {*names} <= {*extra[k]}]
     for chosen in _batches(scattered, grads, kinds):
         rest = tuple([n for n in extra[chosen[0]] if n not in names])
@@ -274,7 +268,7 @@ def _gathered(
     """Whole arrays of these shapes, Invariant along the axes, of each worker's parts."""
     wholes, group = list(parts), worker.group(names)
     split = [k for k, d in enumerate(dims) if d is not None]
-    kinds = [(x.dtype, _varying(x)) for x in parts]
+    kinds = [(x.dtype, varying_axes(x)) for x in parts]
     for chosen in _batches(split, [_Whole(s, x.dtype) for s, x in zip(shapes, parts, strict=True)], kinds):
         packing = _packing(group, [shapes[k] for k in chosen], [dims[k] for k in chosen])
         packed = all_gather(packing.pack_parts([parts[k] for k in chosen]), names, tiled=True, to="invariant")
@@ -345,9 +339,8 @@ def _update_global(
     new, state = optimizer.update(parts, state, own, donate=donate)
     wholes = [own_spec(value_of(p)) for p in leaves]
     gathered = _gathered_global(mesh, names, structure.flatten_up_to(new), wholes)
-    for p in leaves if donate and not ACTIVE.get() else ():
-        if type(p) is PartitionedArray:
-            p.blocks = DONATED
+    if donate and not ACTIVE.get():
+        give_up(leaves)
     return tree.unflatten(structure, gathered), state
 
 
