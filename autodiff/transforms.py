@@ -198,7 +198,7 @@ def _value_and_gradient(
     together = None if has_aux or holomorphic else getattr(type(fun), "__value_and_grad__", None)
 
     def check(out: Any) -> None:
-        _check_scalar(out, where, holomorphic)
+        check_scalar(out, where, holomorphic)
 
     def both(*args, **kwargs):
         numbers = positions(argnums, len(args), where)
@@ -230,7 +230,7 @@ def _value_and_gradient(
     return both
 
 
-def _check_scalar(out: Any, where: str, holomorphic: bool) -> None:
+def check_scalar(out: Any, where: str, holomorphic: bool) -> None:
     """Raise where a result is not what has a gradient: one real number, or a complex one of a holomorphic function."""
     if getattr(out, "shape", None) != () and type(out) not in NUMBERS:
         raise DifferentiationError.at(

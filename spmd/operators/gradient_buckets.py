@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.backward import is_sole_owner
 from spmd.autodiff.staging.program import COMM
+from spmd.autodiff.tape import Node
 from spmd.autodiff.tape import Place as PlaceOfLeaf
 from spmd.device import contiguous
 from spmd.errors import caller
@@ -125,6 +127,57 @@ class DeferredSums:
         for bucket in unsent.values():
             bucket.send()
 
+
+class CollectedSums:
+    """The sums that the leaves of several sweeps owe. Each worker adds its terms; they are sent once, by `totals`.
+
+    leaves: those of the sweep that is under way, with the number that each has in all sweeps.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[Node, int] = {}
+        self.terms: dict[tuple[int, tuple[str, ...]], Any] = {}
+        self.places: dict[int, PlaceOfLeaf | None] = {}
+
+    def add(self, axes: tuple[str, ...], g: Any, leaf: Node) -> _Nothing:
+        number = self.leaves[leaf]
+        key = number, axes
+        old = self.terms.get(key)
+        self.terms[key] = g if old is None else old + g
+        self.places[number] = leaf.place
+        return _Nothing(leaf)
+
+    def totals(self, worker: Worker) -> dict[int, list[Any]]:
+        """By the number of a leaf, the sums of its terms over the workers of each group."""
+        sums, terms = DeferredSums(worker), list(self.terms)
+        futures = []
+        for number, axes in terms:
+            future = sums.add(axes, self.terms.pop((number, axes)), self.places[number])
+            future.begin()
+            futures.append(future)
+        found: dict[int, list[Any]] = {}
+        for (number, _), future in zip(terms, futures, strict=True):
+            found.setdefault(number, []).append(future.wait())
+        return found
+
+
+class _Nothing:
+    """A `Future` of the sweep whose cotangent arrives after the sweep."""
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Node):
+        self.leaf = leaf
+
+    def begin(self) -> None:
+        pass
+
+    def wait(self) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), self.leaf.dtype), self.leaf.shape)
+
+
+COLLECTED: ContextVar[CollectedSums | None] = ContextVar("spmd_collected_sums", default=None)
+"""Where the sums that leaves owe go in place of messages."""
 
 _calls: dict[Any, Call] = {}
 

@@ -10,7 +10,7 @@ from spmd.autodiff.tape import Future, Node
 from spmd.autodiff.tracer import Array
 from spmd.mesh import here
 from spmd.operators.base import Collective, Operator
-from spmd.operators.gradient_buckets import DeferredSums
+from spmd.operators.gradient_buckets import COLLECTED, DeferredSums
 from spmd.operators.memo import interned
 from spmd.state import INVARIANT
 from spmd.transport.call import Group, Shape
@@ -48,6 +48,9 @@ class Vary(Operator):
     def defer(self, sweep_state: dict, g: Any, leaf: Node) -> Future | None:
         if type(g) is Array:
             return None
+        collected = COLLECTED.get()
+        if collected is not None and leaf in collected.leaves:
+            return collected.add(self.axes, g, leaf)
         sums = sweep_state.get(DeferredSums)
         if sums is None:
             sums = sweep_state[DeferredSums] = DeferredSums(here("spmd.psum"))

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from spmd.lazy_imports import lazy_attributes
 from spmd.optim.sharding import shard_specs
+from spmd.training.accumulation import accumulate
 from spmd.training.gathered import gathered
 
-__all__ = ["gathered", "shard_specs"]
+__all__ = ["accumulate", "gathered", "shard_specs"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(__name__, {})

@@ -365,4 +365,109 @@ GATHERED_UNITS = [
     )
 ]
 
-ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS]
+ACCUMULATE = "spmd.training.accumulate"
+
+
+def accumulated(loss, *batch, vary=False, **options):
+    def body(w, x):
+        at = spmd.pvary(w, "data") if vary else w
+        return spmd.training.accumulate(loss, 2, **options)(at, *(batch or (x,)))
+
+    return lambda: run(body, EVEN[0], EVEN, ins=(P(), D), out=None)
+
+
+ACCUMULATED = [
+    Row(f"accumulate: {name}", call, error, f"{ACCUMULATE}: argument {argument}" if argument else head, got, need, mend)
+    for head in [ACCUMULATE]
+    for name, call, error, argument, got, need, mend in (
+        (
+            "no parts",
+            lambda: spmd.training.accumulate(np.sum, 0),
+            SpecError,
+            "microbatches",
+            "0",
+            "an integer of at least 1",
+            "accumulate(loss, 4)",
+        ),
+        (
+            "another reduction",
+            lambda: spmd.training.accumulate(np.sum, 2, reduction="max"),
+            SpecError,
+            "reduction",
+            "'max'",
+            '"mean" or "sum"',
+            'reduction="mean"',
+        ),
+        (
+            "samples of two numbers",
+            accumulated(lambda w, x, y: np.sum(w), EVEN, EVEN[:3]),
+            LayoutError,
+            "batch",
+            "4 in batch[0], 3 in batch[1]",
+            "equally many samples",
+            "of the same samples",
+        ),
+        (
+            "a mean over nobody knows what",
+            accumulated(lambda w, x: np.mean(w * x), vary=True),
+            StateError,
+            "axis_name",
+            "a loss that varies over 'data', as its parameters do",
+            "the axes over which it takes the mean",
+            "axis_name='data', or ()",
+        ),
+        (
+            "global arrays",
+            lambda: spmd.training.accumulate(lambda w, x: np.sum(w * x), 2)(EVEN, spmd.put(EVEN, D)),
+            MeshError,
+            "",
+            "outside of bodies",
+            "a call in a body",
+            "spmd.map(spmd.training.accumulate(loss, 4)",
+        ),
+    )
+]
+
+CLIPPED = [
+    Row(
+        "clipped: gradients that are contributions",
+        lambda: run(lambda x: spmd.optim.clipped(spmd.optim.sgd(0.1), 1.0).update(x, None, np.ones((2, 2))), EVEN),
+        StateError,
+        "spmd.optim.clipped: argument grads",
+        "Varying(data)",
+        "summed over 'data'",
+        "spmd.optim.shard(spmd.optim.clipped(optimizer, max_norm), axis_name)",
+    ),
+]
+
+GROUPS = [
+    Row(
+        f"groups: {name}",
+        call,
+        SpecError,
+        f"spmd.optim.groups: argument {argument}",
+        got,
+        need,
+        mend,
+    )
+    for name, call, argument, got, need, mend in (
+        (
+            "no dictionary",
+            lambda: spmd.optim.groups([spmd.optim.adam()]),
+            "optimizers",
+            "list",
+            "a dictionary of optimisers by pattern",
+            "spmd.optim.adam(1e-3)",
+        ),
+        (
+            "a parameter that no pattern fits",
+            lambda: spmd.optim.groups({"*.bias": spmd.optim.frozen()}).init({"a": {"weight": EVEN}}),
+            "params",
+            "'a.weight', which fits none of '*.bias'",
+            "a pattern for each parameter",
+            '"*": spmd.optim.adam(1e-3)',
+        ),
+    )
+]
+
+ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED, *CLIPPED, *GROUPS]
