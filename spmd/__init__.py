@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from spmd.operators.at_root import at_root
     from spmd.operators.gather import all_gather, pslice, psum_scatter
     from spmd.operators.halo import halo_accumulate, halo_exchange
+    from spmd.operators.move import move
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
     from spmd.operators.stencil import stencil
     from spmd.profiling import profile
@@ -139,6 +140,7 @@ __all__ = [
     "max",
     "mean",
     "min",
+    "move",
     "norm",
     "ones",
     "optim",
@@ -206,6 +208,7 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.operators.all_to_all": ("all_to_all", "pswapaxes", "ragged_all_to_all"),
             "spmd.operators.gather": ("all_gather", "pslice", "psum_scatter"),
             "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
+            "spmd.operators.move": ("move",),
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
             "spmd.operators.stencil": ("stencil",),
             "spmd.inner_product": ("inner", "norm"),

@@ -27,6 +27,7 @@ from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
 from spmd.operators.halo_geometry import BOUNDARIES, halo_pieces
+from spmd.operators.move import Move
 from spmd.operators.permute import Permute
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Scatter, SumReduce, Unroot
@@ -191,6 +192,11 @@ _CASES: dict[type[Operator], Callable[[tuple[str, ...], int], list[Case]]] = {
     SumReduce: lambda a, n: [Case(SumReduce(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Replicate: lambda a, n: [Case(Replicate(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Keep: lambda a, n: [Case(Keep(a, r), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
+    Move: lambda a, n: [
+        Case(Move(a, s, t), shape)
+        for s, t in ((0, n - 1), (n - 1, 0), (n // 2, n // 2))
+        for shape in ((3, 2), (0, 2), ())
+    ],
     Unroot: lambda a, n: [Case(Unroot(a, r, len(s)), s) for r in (0, n - 1) for s in ((3, 2), (0, 2), ())],
     Enroot: lambda a, n: [
         Case(Enroot(a, r, len(s)), s, functools.partial(_on_one_worker, s, r))
@@ -240,7 +246,7 @@ _LAYOUT_CASES: dict[type[Operator], Callable[[tuple[str, ...], Layout, Layout], 
 """For each operator between layouts, its case on a pair of layouts."""
 
 
-_MODULES = ("sums", "repartition", "root", "all_to_all", "gather", "permute", "halo", "stencil")
+_MODULES = ("sums", "repartition", "root", "move", "all_to_all", "gather", "permute", "halo", "stencil")
 """The modules of operators, in the order of display."""
 
 

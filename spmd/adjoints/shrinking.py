@@ -193,7 +193,7 @@ def _field_choices(name: str, value: Any, axes: Axes, n: int, m: int) -> list[An
         return [_fitted_layout(value, value.shape, {a: axes[a] for a in value.axes if a in axes})]
     if isinstance(value, P):
         return [_restricted_spec(value, axes)]
-    if name == "root" and isinstance(value, int):
+    if name in ("root", "to") and isinstance(value, int):
         return [min(value, m - 1)]
     if isinstance(value, tuple) and value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
         if name == "perm":

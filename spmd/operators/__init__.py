@@ -15,6 +15,7 @@ __getattr__, __dir__ = lazy_attributes(
         "spmd.operators.base": ("Operator",),
         "spmd.operators.gather": ("AllGather", "Collect", "ReduceScatter", "Slice"),
         "spmd.operators.halo": ("HaloAccumulate", "HaloExchange"),
+        "spmd.operators.move": ("Move",),
         "spmd.operators.permute": ("Permute",),
         "spmd.operators.repartition": ("Accumulate", "Repartition"),
         "spmd.operators.root": ("Broadcast", "Enroot", "Gather", "Keep", "Replicate", "Scatter", "SumReduce", "Unroot"),

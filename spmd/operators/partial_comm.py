@@ -38,7 +38,7 @@ class PartialComm:
         return verb
 
     def run(self, plan: Any, call: Call, x: Any) -> Handle:
-        if type(plan) is not Plan or plan.kind != "none":
+        if type(plan) is not Plan or plan.kind != "none" or plan.counted:
             self._check(plan.group, call)
         return self.comm.run(plan, call, x)
 

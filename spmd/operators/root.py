@@ -347,7 +347,7 @@ class Gather(_InPieces):
         return interned(Scatter, self.axes, self.root, self.axis, self.sizes)
 
 
-def _dtype(block) -> Any:
+def dtype_of(block) -> Any:
     """The dtype of a value, as its library names it."""
     return block.dtype if frontend(block) is not None else np.result_type(getattr(block, "dtype", block))
 
@@ -357,7 +357,7 @@ def _to_root(op: _AtRoot, x):
 
     def one(leaf, at) -> Rooted:
         block = operate(at(op), leaf, frame)
-        return Rooted(block, tuple(np.shape(leaf)), _dtype(block), op.axes, op.root)
+        return Rooted(block, tuple(np.shape(leaf)), dtype_of(block), op.axes, op.root)
 
     return each_leaf(one, x)
 
@@ -371,15 +371,15 @@ def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
     return each_leaf(lambda leaf, at: operate(at(op), rooted(leaf, names, root, where).block, frame), x)
 
 
-def rooted(x, names: tuple[str, ...], root: int, where: str) -> Rooted:
-    """x, a value that is Rooted there, or an error."""
+def rooted(x, names: tuple[str, ...], root: int, where: str, argument: str = "root") -> Rooted:
+    """x, a value that is Rooted there, or an error. argument: the one that says where."""
     if type(x) is not Rooted or x.axes != names or x.root != root:
         raise StateError.at(
             f"spmd.{where}",
             argument="x",
             got=describe(x),
             need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
-            mend=f"spmd.{where}(x, {(*x.axes,)!r}, root={x.root})"
+            mend=f"spmd.{where}(x, {(*x.axes,)!r}, {argument}={x.root})"
             if type(x) is Rooted
             else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
         )
@@ -496,5 +496,5 @@ def gather(x: Any, axis_name: AxisName, *, axis: int = 0, root: int = 0) -> Any:
         cut = tuple(s[d] for s in member_shapes)
         block = operate(interned(Gather, names, root, d, cut).over(treedef)[k], leaf, frame)
         whole = (*shape[:d], sum(cut), *shape[d + 1 :])
-        handles.append(Rooted(block, whole, _dtype(block), names, root))
+        handles.append(Rooted(block, whole, dtype_of(block), names, root))
     return tree.unflatten(treedef, handles)

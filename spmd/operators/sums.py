@@ -20,13 +20,20 @@ __all__ = ["Sum", "Vary", "reduce_to_all", "unmoved"]
 
 
 def unmoved(
-    op: Collective, group: Group, shape: Shape, dtype: np.dtype, part: Any = ..., fill: Shape | None = None
+    op: Collective,
+    group: Group,
+    shape: Shape,
+    dtype: np.dtype,
+    part: Any = ...,
+    fill: Shape | None = None,
+    counted: bool = False,
 ) -> Plan:
     """The plan of an operator that moves nothing: the result is a part of this worker's block, or zeros of shape `fill`
-    if that is given."""
+    if that is given. counted: see `Plan`."""
     me = group.index
     parts = tuple(part if k == me and fill is None else None for k in range(group.size))
-    return Plan("none", group, shape, dtype, parts, Forward(me if fill is None else None, fill or ()), lambda _: op)
+    combine = Forward(me if fill is None else None, fill or ())
+    return Plan("none", group, shape, dtype, parts, combine, lambda _: op, counted=counted)
 
 
 class Vary(Operator):

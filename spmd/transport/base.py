@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from spmd.device import copied
 from spmd.settings import setting
 from spmd.transport.algorithms.cost import NOTHING, Cost
 from spmd.transport.algorithms.neighbours import Near
-from spmd.transport.call import LEDGERS, Call, Group, Place
+from spmd.transport.call import LEDGERS, Call, Group, Pair, Place
 from spmd.transport.costs import cost_of, cost_of_sums
 from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome
 from spmd.transport.observing import Use, count, observed
@@ -71,6 +72,7 @@ class Comm(ABC):
                 return observed(self, call, observers, start)
             return self._run_with_lengths(plan, call, x)
         if plan.kind == "none":
+            self.number += plan.counted
             blocks = [part_of(x, part) for part in plan.parts]
             return Done(plan.finish(x, blocks, begun=plan.combine.begin(plan, x, call.borrowed)))
         observers = LEDGERS.get()
@@ -147,6 +149,9 @@ class Comm(ABC):
             nothing = [None] * group.size
             handle = self._scatter(group, call, own_parts, plan.root)
             return Mapped(handle, lambda x: plan.finish(own, [*nothing[: plan.root], x, *nothing[plan.root + 1 :]]))
+        if type(group) is Pair and group.sends:
+            self._exchange(group, call, plan.sends(copied(x) if call.borrowed else x), ())
+            return Done(plan.finish(own, [None] * group.size))
         handle = self._exchange(group, call, plan.sends(x), plan.sources)
         begun = plan.combine.begin(plan, x, call.borrowed)
 

@@ -154,6 +154,27 @@ class Group:
         return other
 
 
+class Pair(Group):
+    """Two members of a group, of which the first sends to the second, and does not wait for it.
+
+    stream: tells apart the messages from the one to the other that are taken independently of each other: those of one
+    stream are taken in the order in which they are sent.
+    """
+
+    __slots__ = ("stream",)
+
+    def __init__(self, group: Group, source: int, target: int, stream: str = ""):
+        members = (group.members[source], group.members[target])
+        super().__init__(group.axes, group.dims, members, int(group.index == target))
+        self.stream = stream
+        self.key = f"{members[0]} to {members[1]} {sorted(group.axes)} {stream}"
+
+    @property
+    def sends(self) -> bool:
+        """Whether this worker is the one that sends."""
+        return self.index == 0
+
+
 class Call:
     """One worker's side of a collective: the operator, its parameters, and what it brings.
 

@@ -131,7 +131,8 @@ class Plan:
     this is. shape, dtype: those of its block. parts: for each member the part of the block that it gets. combine: how
     the new block is made. bind: gives, of the shapes that come, the operator bound to them. root: the member from which
     a broadcast or a scatter comes, and to which a reduction or a gather goes. assumed_lengths: (d, lengths) where the
-    plan holds only if the members' blocks have these lengths in dimension d.
+    plan holds only if the members' blocks have these lengths in dimension d. counted: whether it counts as a collective
+    although nothing moves here, because others of the group exchange something.
     """
 
     kind: Kind
@@ -143,6 +144,7 @@ class Plan:
     bind: Callable[[Any], Any] = field(repr=False)
     root: int = 0
     assumed_lengths: tuple[int, tuple[int, ...]] | None = None
+    counted: bool = False
 
     @property
     def same(self) -> bool:

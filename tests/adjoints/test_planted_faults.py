@@ -187,8 +187,8 @@ def run_planted(kind, name: str, seeds, most: int) -> int:
 
 
 NEVER = {
-    "shifted the wrong way": "Vary Sum Broadcast Replicate SumReduce Keep Scatter ReduceScatter Slice Unroot",
-    "overwritten": "Sum Replicate SumReduce Keep Gather Collect Enroot",
+    "shifted the wrong way": "Vary Sum Broadcast Replicate SumReduce Keep Scatter ReduceScatter Slice Unroot Move",
+    "overwritten": "Sum Replicate SumReduce Keep Gather Collect Enroot Move",
 }
 """What cannot go wrong: where an adjoint gives every worker the same, or takes one value."""
 

@@ -27,6 +27,7 @@ from spmd.operators.all_to_all import AllToAll, Piece, RaggedAllToAll
 from spmd.operators.base import Operator
 from spmd.operators.gather import AllGather, Collect, ReduceScatter, Slice
 from spmd.operators.halo import HaloAccumulate, HaloExchange
+from spmd.operators.move import Move
 from spmd.operators.permute import Permute
 from spmd.operators.repartition import Accumulate, Repartition
 from spmd.operators.root import Broadcast, Enroot, Gather, Keep, Replicate, Rooted, Scatter, SumReduce, Unroot
@@ -291,6 +292,16 @@ def rooted(kind) -> Callable[[Draw], Case]:
     return case
 
 
+def moved(d: Draw) -> Case:
+    shape, sender, receiver = d.shape(), d.upto(0, d.n - 1), d.upto(0, d.n - 1)
+    held = lambda k: shape
+
+    def expect(w: Oracle, x: Each) -> Each:
+        return at_root(w, w.replicate(x, d.over, sender), d.over, receiver)
+
+    return d.case(Move(d.over, sender, receiver), held, expect)
+
+
 def unroot(d: Draw) -> Case:
     shape, root = d.shape(), d.upto(0, d.n - 1)
     empty = lambda b: np.zeros((0,) * max(1, len(shape)), b.dtype)
@@ -425,6 +436,7 @@ OPERATORS: dict[type[Operator], Callable[[Draw], Case]] = {
     Replicate: rooted(Replicate),
     SumReduce: rooted(SumReduce),
     Keep: rooted(Keep),
+    Move: moved,
     Unroot: unroot,
     Enroot: enroot,
     Scatter: scatter,
@@ -591,6 +603,8 @@ def test_declared_cost_is_what_was_sent(kind, data):
         (Broadcast(("x",), 1), [0, 2, 0, 1], [0, 128, 0, 64]),  # 1 -> 3 -> 0, and 1 -> 2
         (Replicate(("x",), 1), [0, 2, 0, 1], [0, 128, 0, 64]),
         (SumReduce(("x",), 1), [1, 0, 1, 1], [64, 0, 64, 64]),
+        (Move(("x",), 1, 3), [0, 1, 0, 0], [0, 64, 0, 0]),
+        (Move(("x",), 2, 2), [0] * 4, [0] * 4),
         (Vary(("x",)), [0] * 4, [0] * 4),
         (Slice(("x",), 0, True), [0] * 4, [0] * 4),
         (Keep(("x",), 1), [0] * 4, [0] * 4),

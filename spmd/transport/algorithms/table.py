@@ -20,7 +20,7 @@ FUNCTIONS = {
     "sum_reduce": "reduce",
     "gather": "gather",
     "scatter": "scatter",
-    **dict.fromkeys(("ppermute", "shift", "pshuffle", "sendrecv", "ragged_all_to_all"), "exchange"),
+    **dict.fromkeys(("ppermute", "shift", "pshuffle", "sendrecv", "move", "ragged_all_to_all"), "exchange"),
     **dict.fromkeys(("halo_exchange", "halo_accumulate", "stencil", "repartition", "accumulate"), "exchange"),
     **dict.fromkeys(("pvary", "pslice", "keep"), "none"),
 }

@@ -13,7 +13,7 @@ from spmd import kernels
 from spmd.device import copied
 from spmd.kernels.parallel import split_work
 from spmd.transport.algorithms.cost import NOTHING
-from spmd.transport.call import LEDGERS, Call, Group
+from spmd.transport.call import LEDGERS, Call, Group, Pair
 from spmd.transport.handles import Done, Handle, Mapped, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
 from spmd.transport.local.run_plan import RepeatedPlan
@@ -25,7 +25,8 @@ class LocalComm(Participant):
     """A virtual worker's `Comm`: every verb is a rendezvous."""
 
     def repeated_plan(self, call: Call, plan: Plan, x: np.ndarray) -> RepeatedPlan | None:
-        return RepeatedPlan(call, plan, x) if RepeatedPlan.serves(plan, x) else None
+        serves = type(plan.group) is not Pair and RepeatedPlan.serves(plan, x)
+        return RepeatedPlan(call, plan, x) if serves else None
 
     def _meet(self, group: Group, call: Call, payload: Any, take: Callable[[Rendezvous], Any], finish=None) -> Handle:
         if group.size == 1:
@@ -45,6 +46,8 @@ class LocalComm(Participant):
     def _run(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
         """The last worker to come computes all results, so blocks are not needed afterwards."""
         group, borrowed = plan.group, call.borrowed
+        if type(group) is Pair:
+            return self._hand_over(plan, call, x)
         if plan.combine.parallel:
             return super()._run(plan, call, x)
         if borrowed and plan.hands_over:
@@ -58,6 +61,16 @@ class LocalComm(Participant):
             return result
 
         return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
+
+    def _hand_over(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
+        """Run a plan of a pair: who sends leaves its block and goes on."""
+        group = plan.group
+        if not group.sends:
+            return self._meet(group, call, None, lambda m: plan.finish(x, (m.contributions[0], None)))
+        handle = self._meet(group, call, handed(call, x), _result)
+        if handle.rendezvous.error is not None:  # the receiver was there, and called something else: both raise
+            handle.wait()
+        return Done(plan.finish(x, (None, None)))
 
     def _results(self, group: Group, contributions: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
         """The results of all members, from their plans and blocks."""

@@ -310,6 +310,7 @@ class Run:
         errors, self.errors = self.errors, []
         if not errors:
             self._check_numbers()
+            self._check_open()
             return Outcome(dict(sorted(self.results.items())), seconds, self.switches, shared)
         urgent = [e for e in errors if not isinstance(e[2], Exception)]
         errors = sorted(urgent or errors, key=lambda e: e[:2])
@@ -327,6 +328,14 @@ class Run:
         for comm in self.comms:
             if first is not None and comm.number != first.number:
                 raise mismatch(self._end_of(first), self._end_of(comm))
+
+    def _check_open(self) -> None:
+        """Raise if a worker has sent another what that one has not taken, although it has made as many calls."""
+        for rendezvous in self.open.values():
+            place = next(k for k, call in enumerate(rendezvous.calls) if call is not None)
+            who = [self.describe(m) for m in rendezvous.group.members]
+            sent = Side.of(who[place], rendezvous.calls[place], rendezvous.numbers[place])
+            raise mismatch(sent, self._end_of(self.comms[rendezvous.group.members[1 - place]]))
 
     def _end_of(self, comm: Participant) -> Side:
         after = f"after {comm.last} {comm.last.source}" if comm.last is not None else "without any call before"

@@ -24,7 +24,7 @@ from spmd.transport.plan import PlaceBoxes, Plan
 from spmd.transport.processes.all_reduce import AllReduceComm
 from spmd.transport.processes.announce import ProcessGroup
 from spmd.transport.processes.channel import bytes_of, pieces
-from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, Headers
+from spmd.transport.processes.headers import INLINE_LIMIT, MAX_NDIM, WORD, Headers
 from spmd.transport.processes.message_comm import Messages, split
 from spmd.transport.processes.repeat_messages import repeated_messages
 from spmd.transport.processes.run_plan import RepeatedPlan
@@ -47,16 +47,15 @@ class ProcessComm(AllReduceComm):
         return self.transport.groups.members_per_host(group)
 
     def share(self, group: Group, call: Call, own: str, number: int = 0) -> tuple[list[str], int]:
-        """A text of each member, and the sum of their numbers, modulo 2**64. Not counted by the ledger.
-
-        Members that share memory have no numbers: their sum is zero.
-        """
+        """A text of each member, and the sum of their numbers, modulo 2**64. Not counted by the ledger."""
         if group.size == 1:
             return [own], 0
         run = self.begin_messages(group, call)
         if run is None:
-            send = np.frombuffer(own.encode(), np.uint8)
-            return [b.tobytes().decode() for b in self._all_gather(group, call.of(send.shape), send).wait()], 0
+            send = np.frombuffer((number & WORD).to_bytes(8, "little") + own.encode(), np.uint8)
+            brought = [b.tobytes() for b in self._all_gather(group, call.of(send.shape), send).wait()]
+            total = sum(int.from_bytes(b[:8], "little") for b in brought)
+            return [b[8:].decode() for b in brought], total & WORD
         texts, total = self.messages.agree(run, own, number).wait()
         return [text for count, text in texts for _ in range(count)], total
 
@@ -92,7 +91,7 @@ class ProcessComm(AllReduceComm):
         group, me = plan.group, plan.group.index
         if x.ndim > MAX_NDIM or self.inline_limit(call, x) < INLINE_LIMIT:
             return None
-        if group.ordered in self.transport.groups.calls:
+        if self.transport.groups.known_calls(group) is not None:
             return repeated_messages(call, plan, x)
         channel = self.transport.channels.get(group.ordered)
         if channel is None or channel.mailbox is None or plan.assumed_lengths is not None or not plan.repeats:

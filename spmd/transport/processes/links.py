@@ -27,6 +27,8 @@ _NEEDS_GRAD = 1 << 40
 """In the third word: the block is differentiated."""
 _FOLLOWS = 1 << 41
 """In the third word: the data follow the packet."""
+_PLACED = 1 << 42
+"""In the third word: in place of the data the packet has their place in the sender's shared memory, in eight bytes."""
 _LENGTH = _NEEDS_GRAD - 1
 
 
@@ -34,7 +36,8 @@ class Parcel(NamedTuple):
     """What a packet says.
 
     name: the digest of the calls. number: that of the collective. head: what describes the data; None where it follows
-    the packet. data: those in the packet; None where they follow it. head_nbytes, nbytes: of head and data.
+    the packet. data: those in the packet; None where they follow it, or lie at `place` in the sender's shared memory.
+    head_nbytes, nbytes: of head and data.
     """
 
     name: int
@@ -44,6 +47,7 @@ class Parcel(NamedTuple):
     data: bytes | None
     head_nbytes: int
     nbytes: int
+    place: int | None = None
 
 
 class Link(ABC):
@@ -80,16 +84,26 @@ class Link(ABC):
         self.incoming_bytes: Any = memory.view(np.uint8).data
 
     def send(
-        self, name: int, number: int, needs_grad: bool, head: bytes, data: bytes | None, nbytes: int
+        self,
+        name: int,
+        number: int,
+        needs_grad: bool,
+        head: bytes,
+        data: bytes | None,
+        nbytes: int,
+        place: int | None = None,
     ) -> tuple[bool, bool]:
-        """Send a packet. data: None where they are to follow the packet, whatever their length. The result says whether
-        head and data are in it. What is not has to follow, the head first."""
+        """Send a packet. data: None where they are to follow the packet, whatever their length. place: where they lie
+        in shared memory, as `offer` gives it. The result says whether head and data are in it. What is not has to
+        follow, the head first."""
         self.prepare(number)
         length = len(head)
         has_head = length <= ROOM
         inline = data if data is not None and length + nbytes <= ROOM else None
+        if place is not None:
+            inline = place.to_bytes(8, "little")
         has_data = inline is not None
-        flags = length + _NEEDS_GRAD * needs_grad + _FOLLOWS * (not has_data)
+        flags = length + _NEEDS_GRAD * needs_grad + _FOLLOWS * (not has_data) + _PLACED * (place is not None)
         text = _WORDS.pack(name, number, flags, nbytes)
         if has_head:
             text += head
@@ -105,16 +119,17 @@ class Link(ABC):
         text = self.incoming_bytes
         name, number, flags, nbytes = _WORDS.unpack_from(text)
         length = flags & _LENGTH
-        has_head, has_data = length <= ROOM, not flags & _FOLLOWS
+        has_head, has_data, placed = length <= ROOM, not flags & _FOLLOWS, bool(flags & _PLACED)
         end = _AT + length
         return Parcel(
             name,
             number,
             bool(flags & _NEEDS_GRAD),
             bytes(text[_AT:end]) if has_head else None,
-            bytes(text[end : end + nbytes]) if has_data else None,
+            bytes(text[end : end + nbytes]) if has_data and not placed else None,
             length,
             nbytes,
+            int.from_bytes(text[end : end + 8], "little") if placed else None,
         )
 
     def holds(self, name: int, number: int, head: bytes, nbytes: int) -> bool:
@@ -125,6 +140,15 @@ class Link(ABC):
     def view(self, head: bytes, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The data behind this head in the packet that has come: valid until the next one is received."""
         return np.ndarray(shape, dtype, self.incoming_bytes, _AT + len(head))
+
+    def offer(self, x: np.ndarray) -> int | None:
+        """The place in shared memory of bytes that the other member will read there; they stay until it has. None:
+        they have to be sent."""
+        return None
+
+    def read(self, place: int, into: Any) -> None:
+        """Copy bytes that lie at a place in the other member's shared memory, which may then free them."""
+        raise NotImplementedError
 
     @abstractmethod
     def prepare(self, number: int) -> None:

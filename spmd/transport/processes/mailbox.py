@@ -141,13 +141,14 @@ class Mailbox:
     """One member's side of a mailbox, whose file all members map.
 
     outgoing: the headers to write for the next rendezvous; incoming: those of the last one. shared_memory: that of this
-    process, if the others read blocks there. next, now, before: the blocks offered in the next rendezvous, in this one,
-    and in the previous one, which others may read until they come to this one. has_blocks: whether there are any.
+    process, if the others read blocks there; windows: then those of the others. next, now, before: the blocks offered
+    in the next rendezvous, in this one, and in the previous one, which others may read until they come to this one.
+    has_blocks: whether there are any.
     """
 
     __slots__ = (
         *("arrivals", "before", "flags", "has_blocks", "inbound", "incoming", "next", "now", "number", "outbound"),
-        *("outgoing", "shared_memory"),
+        *("outgoing", "shared_memory", "windows"),
     )
 
     def __init__(self, memory: mmap.mmap, me: int, size: int):
@@ -161,6 +162,7 @@ class Mailbox:
         self.flags = [[outbound[turn, k, :1].data for k in others] for turn in (0, 1)]
         self.arrivals = [[inbound[turn, k, :1].data for k in others] for turn in (0, 1)]
         self.shared_memory: SharedMemory | None = None
+        self.windows: list[Any] = []
         self.next: list[Any] = []
         self.now: list[Any] = []
         self.before: list[Any] = []
@@ -170,7 +172,7 @@ class Mailbox:
 
     def see(self, windows: list[Any], shared_memory: SharedMemory) -> None:
         """Offer large blocks in shared memory from now on."""
-        self.shared_memory = shared_memory
+        self.shared_memory, self.windows = shared_memory, windows
         for headers in self.inbound:
             headers.windows = windows
 

@@ -21,7 +21,7 @@ from spmd.layout import block_sizes, offsets
 from spmd.transport.algorithms import choice, phases, reductions
 from spmd.transport.algorithms.neighbours import Near, NearLengths
 from spmd.transport.algorithms.schedule import Schedule, Span, others
-from spmd.transport.call import Shape
+from spmd.transport.call import Pair, Shape
 from spmd.transport.handles import Handle, read_only, sealed
 from spmd.transport.processes.channel import bytes_of, pieces
 from spmd.transport.processes.headers import WORD, pack_header, unpack_shape
@@ -199,7 +199,7 @@ class Messages:
     def _agree_on_gradients(self, run: Running) -> None:
         """Let all members know whether any one's block is differentiated, where they have not all heard of each
         other."""
-        if run.call.needs_grad is None:
+        if run.call.needs_grad is None or type(run.group) is Pair:
             return
         for step in phases.agreement(run.group.size, run.group.index).rounds:
             for transfer in step.sends:
@@ -390,7 +390,10 @@ class Messages:
             self._agree_on_gradients(run)
             return blocks
 
-        return run.start(steps())
+        handle = run.start(steps())
+        if type(run.group) is Pair and run.group.sends and not run.sending:
+            handle.wait()
+        return handle
 
     def _place(self, run: Running, arriving: Any, place: Any, dtype: np.dtype, like: Any) -> Any:
         """Memory for the data of a message that has begun to come."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd.errors import MismatchError
 from spmd.transport.algorithms.choice import members_per_host
-from spmd.transport.call import Call, Group, Shape, Side, mismatch
+from spmd.transport.call import Call, Group, Pair, Shape, Side, mismatch
 from spmd.transport.processes.announce import ProcessGroup
 from spmd.transport.processes.headers import digest
 from spmd.transport.processes.history import CALLS_KEPT, CallsOfGroup, History, first_difference, share_of_zero
@@ -44,6 +44,7 @@ class MessageGroups:
         self.transport = transport
         self.links: dict[int, Link] = {}
         self.calls: dict[Shape, CallsOfGroup] = {}
+        self.pairs: dict[str, CallsOfGroup] = {}
         self.under_way: dict[int, Running] = {}
         self.hosts: Shape = ()
         self.history = History()
@@ -65,6 +66,7 @@ class MessageGroups:
         self.transport.abandoned.append(list(self.under_way.values()))  # what is received into must stay alive
         self.links.clear()
         self.calls.clear()
+        self.pairs.clear()
         self.under_way.clear()
 
     def on_this_host(self, ranks: Shape) -> bool:
@@ -74,6 +76,8 @@ class MessageGroups:
 
     def calls_of(self, group: Group, call: Call) -> CallsOfGroup | None:
         """The calls of a group, if its members meet by messages; None if they share memory."""
+        if type(group) is Pair:
+            return self._calls_of_pair(group)
         transport, ordered = self.transport, group.ordered
         channel = transport.channels.get(ordered)
         if channel is not None and channel.mailbox is not None:
@@ -89,6 +93,21 @@ class MessageGroups:
             own_number = digest(type(transport).__name__, transport.ranks, number)
             calls = self.calls[ordered] = CallsOfGroup(own_number, ordered, count)
         return calls
+
+    def _calls_of_pair(self, pair: Pair) -> CallsOfGroup:
+        """The calls of a pair: always by messages, because who sends does not wait."""
+        calls = self.pairs.get(pair.key)
+        if calls is None:
+            transport = self.transport
+            ranks, board = tuple(transport.ranks[m] for m in pair.members), transport.status_board
+            number = digest("pair", type(transport).__name__, transport.failed, ranks, pair.key) or 1
+            count = None if board is None else board.rendezvous_count(number, ranks)
+            calls = self.pairs[pair.key] = CallsOfGroup(number, pair.members, count)
+        return calls
+
+    def known_calls(self, group: Group) -> CallsOfGroup | None:
+        """The calls of a group that has met by messages since a map failed; else None."""
+        return self.pairs.get(group.key) if type(group) is Pair else self.calls.get(group.ordered)
 
     @property
     def _epoch(self) -> int:
@@ -209,7 +228,8 @@ class MessageGroups:
     def check_sum(self) -> int:
         """This process's share of a sum that is zero if in each group all members have made the same calls."""
         me, everyone = self.transport.local[0], self.transport.everyone.members
-        return sum(share_of_zero(calls, me) for members, calls in self.calls.items() if members != everyone)
+        groups = sum(share_of_zero(calls, me) for members, calls in self.calls.items() if members != everyone)
+        return groups + sum(share_of_zero(calls, me) for calls in self.pairs.values())
 
     def find_mismatch(self, share: Callable[[Any], list[Any]]) -> MismatchError:
         """The error where the sum of all processes is not zero. All call this, to find out who called what.
@@ -221,7 +241,7 @@ class MessageGroups:
         called = [dict(map(tuple, pairs)) for pairs in share([[e.number, [e.group, e.digest]] for e in entries])]
         # Of a process that has made more collectives, earlier ones are not known.
         oldest = [min(pairs) if len(pairs) == CALLS_KEPT else 0 for pairs in called]
-        members = {calls.number: calls.members for calls in self.calls.values()}
+        members = {calls.number: calls.members for calls in (*self.calls.values(), *self.pairs.values())}
         own = [
             [e.number, me, worker]
             for e in entries

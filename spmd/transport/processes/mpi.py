@@ -5,6 +5,7 @@ A process that waits polls: MPI moves messages only while it is called.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -14,12 +15,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from spmd.device import put
+from spmd.kernels.memory import pool
 from spmd.transport.algorithms import routing
 from spmd.transport.call import Call, Shape
 from spmd.transport.processes.channel import Channel
 from spmd.transport.processes.hosts import ADDRESS, address_of, of_each_host
 from spmd.transport.processes.job import on_leaving
 from spmd.transport.processes.links import Link
+from spmd.transport.processes.mailbox import Mailbox
 from spmd.transport.processes.status_board import StatusBoard, file_of_launcher
 from spmd.transport.processes.transport import ProcessTransport
 from spmd.transport.processes.watchdog import Watchdog, let_others, status_board_of_job
@@ -49,12 +53,14 @@ def _receive_late_addresses() -> None:
 
 _TAGS = 32768
 """Tags that every MPI has, from 0."""
-_PACKET_TAG, _DATA_TAG = 1, 2
-"""The tags of the messages of links; those of other blocks have 0."""
+_PACKET_TAG, _DATA_TAG, _READ_TAG = 1, 2, 3
+"""The tags of the messages of links: packets, data that follow them, and empty ones that say that data in shared memory
+have been read. Those of other blocks have 0."""
 _SHORT_NBYTES = 64
 """Bytes that are sent of a short packet, as most are."""
 _DIRECT_MAX = 64
 """Processes up to which each sends each other its address, so that all know of all that have come."""
+_NOTHING = np.empty(0, np.uint8)
 _POLLS = 200
 """Polls of a request before the watchdog takes over."""
 
@@ -67,12 +73,20 @@ MPI would keep packets for a slow receiver without limit."""
 class MpiLink(Link):
     """The messages to a rank of a communicator, and from it. Packets use persistent requests, which take half the time
     of a send and a receive. sent: the number of packets. confirmed: the latest synchronous send, and the place of its
-    collective."""
+    collective. mailbox: that of the channel; where the members read each other's memory, data lie there, so that a
+    receiver does not wait until MPI is called by a sender that computes. offered: such data, each with the request that
+    ends when they have been read; answers: those that say so to the other member."""
 
-    __slots__ = ("busy", "comm", "confirmed", "confirmed_place", "groups", "long", "packet", "sending", "sent", "short")
+    __slots__ = (
+        *("answers", "busy", "comm", "confirmed", "confirmed_place", "groups", "long", "mailbox", "offered", "packet"),
+        *("sending", "sent", "short"),
+    )
 
-    def __init__(self, groups: Any, comm: MPI.Comm, peer: int):
+    def __init__(self, groups: Any, comm: MPI.Comm, peer: int, mailbox: Mailbox | None = None):
         super().__init__(peer)
+        self.mailbox = mailbox if mailbox is not None and mailbox.shared_memory is not None else None
+        self.offered: deque[tuple[MPI.Request, np.ndarray]] = deque()
+        self.answers: list[MPI.Request] = []
         self.groups, self.comm = groups, comm
         self.sent, self.confirmed = 0, MPI.REQUEST_NULL
         self.confirmed_place = self.place
@@ -122,6 +136,29 @@ class MpiLink(Link):
         self.packet.Start()
         return [self.packet]
 
+    def offer(self, x: np.ndarray) -> int | None:
+        while self.offered and self.offered[0][0].Test():
+            self.offered.popleft()
+        if self.mailbox is None or self.mailbox.shared_memory is None:
+            return None
+        memory = self.mailbox.shared_memory
+        place = memory.place(x)
+        if place is None:
+            copy = pool.empty(max(x.nbytes, pool.POOL_MIN), np.uint8)
+            place = memory.place(copy)
+            if place is None:
+                return None
+            put(copy[: x.nbytes], x)
+            x = copy
+        self.offered.append((self.comm.Irecv([_NOTHING, MPI.BYTE], self.peer, _READ_TAG), x))
+        return place
+
+    def read(self, place: int, into: Any) -> None:
+        assert self.mailbox is not None
+        put(into, np.frombuffer(self.mailbox.windows[self.peer], np.uint8, into.nbytes, place))
+        self.answers = [request for request in self.answers if not request.Test()]
+        self.answers.append(self.comm.Isend([_NOTHING, MPI.BYTE], self.peer, _READ_TAG))
+
     def send_data(self, x: Any) -> list[MPI.Request]:
         return [self.comm.Isend([x, MPI.BYTE], self.peer, _DATA_TAG)]
 
@@ -130,6 +167,10 @@ class MpiLink(Link):
 
     def close(self) -> None:
         """Free the requests that are not under way, before MPI ends."""
+        for request, _ in self.offered:
+            if not request.Test():
+                request.Cancel()
+                request.Wait()
         for requests in ((self.packet,), (self.short, self.long), *self.busy):
             with suppress(MPI.Exception):  # of a peer that has died
                 self._freed(requests)
@@ -146,7 +187,7 @@ class MpiChannel(Channel):
         self.groups, self.comm = groups, comm
 
     def link(self, peer: int) -> MpiLink:
-        return MpiLink(self.groups, self.comm, peer)
+        return MpiLink(self.groups, self.comm, peer, self.mailbox)
 
     def broadcast(self, buffer: np.ndarray, root: int) -> list[MPI.Request]:
         if self.size < 3:

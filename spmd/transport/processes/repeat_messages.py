@@ -45,7 +45,7 @@ def repeated_messages(call: Call, plan: Plan, x: np.ndarray) -> Any:
 def _begin(comm: HeaderComm, call: Call, plan: Plan) -> Running | None:
     """The messages of the next collective; None if the group has not met since a map failed."""
     groups = comm.transport.groups
-    calls = groups.calls.get(plan.group.ordered)
+    calls = groups.known_calls(plan.group)
     if calls is None:
         return None
     comm.number += 1

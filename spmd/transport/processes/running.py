@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spmd.kernels.memory import pool
-from spmd.transport.call import Call, Group
+from spmd.transport.call import Call, Group, Pair
 from spmd.transport.handles import Done, Handle
 from spmd.transport.processes.announce import ProcessGroup
 from spmd.transport.processes.channel import bytes_of
@@ -120,6 +120,7 @@ class Running:
         """Send a message. data: an array, or bytes."""
         link = self.link(member)
         link.place = self.place
+        place = None
         if isinstance(data, bytes):
             text: bytes | None = data
             nbytes = len(data)
@@ -127,7 +128,9 @@ class Running:
             nbytes = data.nbytes
             inline = type(data) is np.ndarray and len(head) + nbytes <= ROOM
             text = data.tobytes() if inline else None
-        has_head, has_data = link.send(self.name, self.number, self.needs_grad, head, text, nbytes)
+            if not inline and len(head) + 8 <= ROOM and type(self.group) is Pair and type(data) is np.ndarray:
+                place = link.offer(bytes_of(data))
+        has_head, has_data = link.send(self.name, self.number, self.needs_grad, head, text, nbytes, place)
         if not has_head:
             self._send_data(link, np.frombuffer(head, np.uint8))
         if nbytes and not has_data:
@@ -204,6 +207,9 @@ class Running:
         if parcel.data is not None:
             return Arrived(parcel, head, np.frombuffer(parcel.data, np.uint8), False, [])
         data = pool.empty(parcel.nbytes, np.uint8) if allocate is None else allocate(parcel)
+        if parcel.place is not None:
+            link.read(parcel.place, data)
+            return Arrived(parcel, head, data, allocate is not None, [])
         self.kept.append(data)
         return Arrived(parcel, head, data, allocate is not None, link.receive_data(data) if parcel.nbytes else [])
 
