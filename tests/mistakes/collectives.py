@@ -47,7 +47,7 @@ SUMS = [
     ),
     Row(
         "move to a place that is not there",
-        lambda: run(lambda x: spmd.move(spmd.sum_reduce(x, "data"), "data", 0, 2), out=None),
+        lambda: run(lambda x: spmd.move(spmd.keep(x, "data"), "data", 0, 2), ins=P(), out=None),
         LayoutError,
         "spmd.move: argument target",
         "2",
@@ -56,7 +56,7 @@ SUMS = [
     ),
     Row(
         "move of a value that another worker holds",
-        lambda: run(lambda x: spmd.move(spmd.sum_reduce(x, "data"), "data", 1, 0), out=None),
+        lambda: run(lambda x: spmd.move(spmd.keep(x, "data"), "data", 1, 0), ins=P(), out=None),
         StateError,
         "spmd.move: argument x",
         "Rooted(0 along data) value",
