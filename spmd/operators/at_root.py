@@ -36,7 +36,7 @@ from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import read_only
 
-__all__ = ["at_root"]
+__all__ = ["LoneWorker", "at_root", "decoded", "encoded"]
 
 _WHERE = "spmd.at_root"
 
@@ -82,7 +82,7 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
         full = list(leaves)
         for k, block in zip(places, blocks, strict=True):
             full[k] = block
-        call.structure, outs = _encoded(f(*tree.unflatten(treedef, full)), call.worker)
+        call.structure, outs = encoded(f(*tree.unflatten(treedef, full)), call.worker)
         return [call.without_axes(out) for out in outs]
 
     blocks = [rooted(leaves[k], names, root, "at_root").block for k in places]
@@ -93,7 +93,7 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
         Rooted(x, like.shape, x.dtype if frontend(x) is not None else _dtype_from_json(like.dtype), names, root)
         for x, like in zip(outs, call.specs, strict=True)
     )
-    return _decoded(call.structure, handles)
+    return decoded(call.structure, handles)
 
 
 def _is_array(leaf) -> bool:
@@ -203,7 +203,7 @@ class _RootCall:
     def _run_alone(self, fn: Callable, xs: list) -> list:
         """fn(*xs), whose collectives the others do not make, and so are not numbered."""
         comm = whole_comm(self.worker.comm)
-        token, number = WORKER.set(_RootWorker(self.worker, self.axes)), comm.number
+        token, number = WORKER.set(LoneWorker(self.worker, self.axes, _refused)), comm.number
         try:
             with refusing(0, _closure):
                 return list(fn(*xs))
@@ -284,19 +284,19 @@ def _result_spec(x) -> _ResultSpec:
 
 def root_axes(worker: Worker) -> tuple[str, ...]:
     """The axes along which a worker acts alone, in a function that only the root runs."""
-    return worker.axes if isinstance(worker, _RootWorker) else ()
+    return worker.axes if isinstance(worker, LoneWorker) else ()
 
 
-class _RootWorker(Worker):
-    """The root while it runs f: along the axes nobody else takes part."""
+class LoneWorker(Worker):
+    """A worker while it runs what along some axes nobody else takes part in. refuse: as of `PartialComm`."""
 
     __slots__ = ("axes",)
 
-    def __init__(self, worker: Worker, axes: tuple[str, ...]):
+    def __init__(self, worker: Worker, axes: tuple[str, ...], refuse: Callable[[str, Call], Exception]):
         super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
         self.axes = (*axes, *root_axes(worker))
         self.frontend = worker.frontend
-        self.comm: Any = PartialComm(worker.comm, axes, _refused)
+        self.comm: Any = PartialComm(worker.comm, axes, refuse)
         self.prepared = {}  # The short ways of others count on the transport as it is.
 
 
@@ -311,7 +311,7 @@ def _refused(axis: str, call: Call) -> StateError:
     )
 
 
-def _encoded(out, worker: Worker) -> tuple[Any, list]:
+def encoded(out, worker: Worker) -> tuple[Any, list]:
     """The structure of a result, 0 for each leaf, and its leaves."""
     leaves: list = []
 
@@ -343,7 +343,7 @@ def _leaf(x, worker: Worker):
     return worker.carrying(data, worker.state())
 
 
-def _decoded(structure, leaves: Iterator):
+def decoded(structure, leaves: Iterator):
     """The structure with the leaves in their places."""
     if structure is None:
         return None
@@ -351,8 +351,8 @@ def _decoded(structure, leaves: Iterator):
         return next(leaves)
     kind, parts = structure
     if kind == "dict":
-        return {k: _decoded(part, leaves) for k, part in parts}
-    return {"tuple": tuple, "list": list}[kind](_decoded(part, leaves) for part in parts)
+        return {k: decoded(part, leaves) for k, part in parts}
+    return {"tuple": tuple, "list": list}[kind](decoded(part, leaves) for part in parts)
 
 
 def _same_error(report: dict[str, str], who: str) -> Exception:

@@ -9,7 +9,10 @@ from spmd.optim.sharding import shard_specs
 from spmd.training.accumulation import accumulate
 from spmd.training.gathered import gathered
 
-__all__ = ["accumulate", "gathered", "shard_specs"]
+if TYPE_CHECKING:
+    from spmd.training.pipelines.pipeline import pipeline
+
+__all__ = ["accumulate", "gathered", "pipeline", "shard_specs"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-    __getattr__, __dir__ = lazy_attributes(__name__, {})
+    __getattr__, __dir__ = lazy_attributes(__name__, {"spmd.training.pipelines.pipeline": ("pipeline",)})

@@ -180,9 +180,11 @@ def _interleaved(workers: int, microbatches: int, virtual: int) -> Lists:
     lists = []
     for w in range(workers):
         forward, backward = (
-            [Action(kind, c * workers + w, k) for group in groups for c in chunks for k in group]
-            for kind, chunks in (("forward", range(virtual)), ("backward", range(virtual)[::-1]))
+            [(c * workers + w, k) for group in groups for c in chunks for k in group]
+            for chunks in (range(virtual), range(virtual)[::-1])
         )
+        forward = [Action("forward", *place) for place in forward]
+        backward = [Action("backward", *place) for place in backward]
         ahead = 2 * (workers - 1 - w) + (virtual - 1) * workers
         warmup = min(len(forward), ahead if virtual > 1 else workers - 1 - w)
         planned = [*forward[:warmup], *_in_turn(forward[warmup:], backward)]

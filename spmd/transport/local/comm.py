@@ -47,7 +47,7 @@ class LocalComm(Participant):
         """The last worker to come computes all results, so blocks are not needed afterwards."""
         group, borrowed = plan.group, call.borrowed
         if type(group) is Pair:
-            return self._hand_over(plan, call, x)
+            return self._hand_over(plan, group, call, x)
         if plan.combine.parallel:
             return super()._run(plan, call, x)
         if borrowed and plan.hands_over:
@@ -62,14 +62,13 @@ class LocalComm(Participant):
 
         return self._meet(group, call, (plan, read_only(x), borrowed), take, partial(self._results, group))
 
-    def _hand_over(self, plan: Plan, call: Call, x: np.ndarray) -> Handle:
+    def _hand_over(self, plan: Plan, pair: Pair, call: Call, x: np.ndarray) -> Handle:
         """Run a plan of a pair: who sends leaves its block and goes on."""
-        group = plan.group
-        if not group.sends:
-            return self._meet(group, call, None, lambda m: plan.finish(x, (m.contributions[0], None)))
-        handle = self._meet(group, call, handed(call, x), _result)
-        if handle.rendezvous.error is not None:  # the receiver was there, and called something else: both raise
-            handle.wait()
+        if not pair.sends:
+            return self._meet(pair, call, None, lambda m: plan.finish(x, (m.contributions[0], None)))
+        handle = self._meet(pair, call, handed(call, x), _result)
+        if type(handle) is Waiting and handle.rendezvous is not None and handle.rendezvous.error is not None:
+            handle.wait()  # the receiver was there, and called something else: both raise
         return Done(plan.finish(x, (None, None)))
 
     def _results(self, group: Group, contributions: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:

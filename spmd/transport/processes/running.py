@@ -158,7 +158,7 @@ class Running:
                     raise self._mismatch(member)
                 arrived = self._follow(link, parcel, allocate)
             else:
-                if parcel.number < self.number and parcel.number not in self.groups.under_way:
+                if parcel.number < self.number and parcel.number not in self.groups.under_way and not self._in_a_stream:
                     raise self._mismatch(member)
                 link.early.setdefault(parcel.number, []).append(self._follow(link, parcel, None))
         if arrived.parcel.name != self.name:
@@ -169,6 +169,11 @@ class Running:
             self._to_device(arrived, allocate(arrived.parcel))
         self.needs_grad = self.needs_grad or arrived.parcel.needs_grad
         return arrived
+
+    @property
+    def _in_a_stream(self) -> bool:
+        """Whether messages of other streams may come before, although they are taken later."""
+        return type(self.group) is Pair and bool(self.group.stream)
 
     def _to_device(self, arrived: Arrived, place: Any) -> None:
         """Data that came before their turn are on the host; those for a device go there."""
