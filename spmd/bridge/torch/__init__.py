@@ -54,6 +54,7 @@ from spmd.bridge.torch.plans import (
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.sampler import Batches, DistributedSampler
 from spmd.bridge.torch.scaler import GradScaler
+from spmd.bridge.torch.shard_optimizer import shard_optimizer
 from spmd.bridge.torch.sharded import ShardedModule, clip_grad_norm_, grad_norm, state_dict
 from spmd.bridge.torch.sharded_tensors import ShardedTensor, put
 from spmd.bridge.torch.sharding import shard_parameters
@@ -93,6 +94,7 @@ __all__ = [
     "put",
     "row",
     "sequence",
+    "shard_optimizer",
     "shard_parameters",
     "spatial",
     "state_dict",

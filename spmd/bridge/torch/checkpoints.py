@@ -21,6 +21,7 @@ from spmd.box_layout import BoxLayout
 from spmd.bridge.torch.functorch import is_wrapped
 from spmd.bridge.torch.partitioned.placement import check_worker
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
+from spmd.bridge.torch.shard_optimizer import ShardedOptimizer
 from spmd.bridge.torch.sharded import state_dict
 from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, new_sharded_leaf, partitioned_array
 from spmd.bridge.torch.tensor import Tensor, with_state
@@ -335,6 +336,7 @@ class _Optimizer:
     def load(self, x: Any, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
         saved, own = part.tree(_SavedArray), x.state_dict()
         parameters = [p for group in x.param_groups for p in group["params"]]
+        like = x.state_like if isinstance(x, ShardedOptimizer) else lambda p: p
         whole = isinstance(x, torch.optim.LBFGS)  # its tensors are vectors of the entries of all parameters
         names, state = _parameter_names(x, others), dict(own["state"])
         groups = []
@@ -342,7 +344,7 @@ class _Optimizer:
             for number in group["params"]:
                 entries = saved["state"].get(names[number], {})
                 if _has_some(part, f"state.{names[number]}", entries):
-                    state[number] = _values(part, entries, None if whole else parameters[number])
+                    state[number] = _values(part, entries, None if whole else like(parameters[number]))
                 elif part.has(f"param_groups.{g}.params.{names[number]}") and not entries:
                     state.pop(number, None)
             options = saved["param_groups"][g] if g < len(saved["param_groups"]) else {}

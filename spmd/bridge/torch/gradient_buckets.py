@@ -24,9 +24,15 @@ class ParameterGradient:
     unsynced: whether `.grad` holds this worker's own part, from a backward that sent nothing (`no_sync`).
     version: of `.grad` after that backward, if base is in it.
     arrived: whether this backward has computed it. set_aside: whether this backward has set base aside.
+    shard: how the sum is split over workers, for `spt.shard_optimizer`; None: all have the whole. Then base lies in
+    parts, and is never in `.grad` together with this worker's own part.
+    handed_over: whether a message has taken this worker's own part out of `.grad`.
     """
 
-    __slots__ = ("arrived", "base", "bucket", "index", "name", "node", "p", "set_aside", "unsynced", "version")
+    __slots__ = (
+        *("arrived", "base", "bucket", "handed_over", "index", "name"),
+        *("node", "p", "set_aside", "shard", "unsynced", "version"),
+    )
 
     def __init__(self, index: int, name: str, p: nn.Parameter):
         self.index = index
@@ -39,6 +45,13 @@ class ParameterGradient:
         self.version = 0
         self.arrived = False
         self.set_aside = False
+        self.shard: Any = None
+        self.handed_over = False
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What gradients that are sent together have in common."""
+        return self.p.dtype, self.p.device, None if self.shard is None else self.shard.axes
 
     def own(self) -> torch.Tensor | None:
         """This worker's own gradient."""
@@ -51,8 +64,21 @@ class ParameterGradient:
         self.set_aside = True
         if not self.unsynced:
             self.base, self.p.grad = self.p.grad, None
-        elif self.base is not None and self.p.grad is not None:
+        elif self.base is not None and self.p.grad is not None and self.shard is None:
             self.p.grad -= self.base
+
+    def begin_unsynced(self) -> None:
+        """This worker's own part is about to be added to `.grad`, and not to be sent."""
+        self.unsynced = True
+        if self.shard is not None:
+            self.base, self.p.grad = self.p.grad, None
+        else:
+            self.base = None if self.p.grad is None else self.p.grad.detach().clone()
+
+    def hand_over(self) -> None:
+        """Let the message that holds this worker's own part be the only owner of its memory."""
+        if self.arrived and not self.unsynced:
+            self.handed_over, self.p.grad = True, None
 
     def restore(self) -> None:
         """Undo `put_aside`."""
@@ -61,7 +87,7 @@ class ParameterGradient:
         self.set_aside = False
         if not self.unsynced:
             self.p.grad, self.base = self.base, None
-        elif self.base is not None and self.p.grad is not None:
+        elif self.base is not None and self.p.grad is not None and self.shard is None:
             self.p.grad += self.base
             self.version = self.p.grad._version
 
@@ -84,12 +110,14 @@ class ParameterGradient:
 
 
 class Bucket:
-    """Gradients of one dtype that are sent together. missing: the number that this backward has not computed yet."""
+    """Gradients of one kind that are sent together. missing: the number that this backward has not computed yet.
+    shard_axes: the axes that split the sums; None: all workers get them whole."""
 
-    __slots__ = ("gradients", "handle", "like", "missing")
+    __slots__ = ("gradients", "handle", "like", "missing", "shard_axes")
 
-    def __init__(self, like: torch.Tensor):
-        self.like = local_data(like).detach()
+    def __init__(self, first: ParameterGradient):
+        self.like = local_data(first.p).detach()
+        self.shard_axes: tuple[str, ...] | None = None if first.shard is None else first.shard.axes
         self.gradients: list[ParameterGradient] = []
         self.handle: Handle | None = None
         self.missing = 0
@@ -102,13 +130,12 @@ def fill_buckets(gradients: Sequence[ParameterGradient], order: Sequence[int], l
     filling: dict[Any, tuple[Bucket, int]] = {}
     for index in order:
         g = gradients[index]
-        kind = (g.p.dtype, g.p.device)
-        bucket, nbytes = filling.pop(kind, None) or (Bucket(g.p), 0)
+        bucket, nbytes = filling.pop(g.kind, None) or (Bucket(g), 0)
         bucket.gradients.append(g)
         g.bucket = bucket
         nbytes += local_data(g.p).numel() * g.p.element_size()
         if nbytes >= limit:
             buckets.append(bucket)
         else:
-            filling[kind] = bucket, nbytes
+            filling[g.kind] = bucket, nbytes
     return buckets + [bucket for bucket, _ in filling.values()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from spmd.bridge.torch.module_broadcast import (
     sync_call,
 )
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
+from spmd.bridge.torch.split_gradients import finish_earlier, start_reduce_scatter, store_part
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
 from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of, device_of
@@ -106,11 +107,10 @@ class GradientSync:
         summed = [(name, p) for name, p in named if name in names]
         self.gradients = [ParameterGradient(index, name, p) for index, (name, p) in enumerate(summed)]
         self.fixed = [p for name, p in named if name not in names]
+        self.shards: dict[int, Any] = {}
         if former is not None and former.model() is model:
             self._take_over(former)
-        self.buckets = fill_buckets(self.gradients, range(len(self.gradients) - 1, -1, -1), self.limit)
-        kinds = {(g.p.dtype, g.p.device) for g in self.gradients}
-        self.order_agreed = not self.overlap or self.size == 1 or len(self.buckets) <= len(kinds)
+        self._fill_buckets(range(len(self.gradients) - 1, -1, -1))
         self.token: weakref.ref[_Token] | None = None
         self._reset()
         self._claim()
@@ -134,8 +134,29 @@ class GradientSync:
             old = former_gradients.get(id(g.p))
             if old is not None:
                 g.base, g.unsynced, g.version = old.base, old.unsynced, old.version
+        self.shards = former.shards
+        for g in self.gradients:
+            g.shard = self.shards.get(id(g.p))
         self.syncing = former.syncing
         former.release()
+
+    def unsynced(self, ids: Container[int]) -> list[str]:
+        """The names of those of some parameters whose `.grad` is not summed yet."""
+        return [g.name for g in self.gradients if g.unsynced and g.p.grad is not None and id(g.p) in ids]
+
+    def split(self, shards: dict[int, Any]) -> None:
+        """From now on, each worker gets only its part of the sums of some parameters: a `Shard` for the id of each."""
+        self.shards |= shards
+        order = [g.index for b in self.buckets for g in b.gradients]
+        for g in self.gradients:
+            g.shard = self.shards.get(id(g.p))
+        self._fill_buckets(order)
+        self._reset()
+
+    def _fill_buckets(self, order: Sequence[int]) -> None:
+        self.buckets = fill_buckets(self.gradients, order, self.limit)
+        kinds = {g.kind for g in self.gradients}
+        self.order_agreed = not self.overlap or self.size == 1 or len(self.buckets) <= len(kinds)
 
     def outdated(self) -> bool:
         """Whether a parameter was unfrozen, replaced or converted since."""
@@ -290,12 +311,11 @@ class GradientSync:
                 mend="own = torch.autograd.grad(loss, parameters, create_graph=True), which gives this worker's "
                 "own gradients, and spt.psum(g, axis_name) of each",
             )
-        p = g.p
         if not g.set_aside:
             g.check_grad()
         if not self.syncing:
             if not g.unsynced:
-                g.unsynced, g.base = True, None if p.grad is None else p.grad.detach().clone()
+                g.begin_unsynced()
             return
         self._begin()
         if g.arrived:
@@ -348,7 +368,7 @@ class GradientSync:
         self.sent = 0
         self.order: list[int] = []
         for g in self.gradients:
-            g.arrived = g.set_aside = False
+            g.arrived = g.set_aside = g.handed_over = False
         for bucket in self.buckets:
             bucket.handle = None
             bucket.missing = len(bucket.gradients)
@@ -357,15 +377,20 @@ class GradientSync:
         """Start the sum of the next bucket. The last bucket also counts the workers that have each gradient."""
         bucket = self.buckets[self.sent]
         self.sent += 1
-        blocks = [self._block(self._summand(g), g.p, worker) for g in bucket.gradients]
+        mask = None
         if self.sent == len(self.buckets):
-            mask = [g.own() is not None for g in self.gradients]
-            blocks.append(self._block(bucket.like.new_tensor(mask), bucket.like, worker))
-        size = (sum(b.size for b in blocks),)
+            mask = bucket.like.new_tensor([g.handed_over or g.own() is not None for g in self.gradients])
         detail = f"gradients of {bucket.gradients[0].name} and {len(bucket.gradients) - 1} more"
-        call = sync_call(
-            worker, self.axes, blocks[0].dtype, size, f"bucket {self.sent} of {len(self.buckets)}, {detail}"
-        )
+        detail = f"bucket {self.sent} of {len(self.buckets)}, {detail}"
+        if bucket.shard_axes is not None:
+            bucket.handle = start_reduce_scatter(worker, self.axes, bucket, self._summand, mask, detail)
+            finish_earlier(self.buckets[: self.sent])
+            return
+        blocks = [self._block(self._summand(g), g.p, worker) for g in bucket.gradients]
+        if mask is not None:
+            blocks.append(self._block(mask, bucket.like, worker))
+        size = (sum(b.size for b in blocks),)
+        call = sync_call(worker, self.axes, blocks[0].dtype, size, detail)
         call.operator, call.backward = "Sum", True
         for observer in LEDGERS.get():
             for _ in bucket.gradients:
@@ -423,6 +448,9 @@ class GradientSync:
             if not counts[g.index]:
                 g.restore()
                 continue
+            if g.shard is not None:
+                store_part(g, total, self.size if self.mean else 1)
+                continue
             own = g.own()
             if own is None or own.is_conj() or own.is_neg():
                 own = torch.empty_like(g.p, requires_grad=False)
@@ -442,7 +470,7 @@ class GradientSync:
         all_indices = [g.index for b in self.buckets for g in b.gradients]
         own_order = torch.tensor(list(dict.fromkeys(order + all_indices)), device=device_of(worker))
         first_order = broadcast_first(worker, self.axes, own_order, "order of gradients").tolist()
-        self.buckets = fill_buckets(self.gradients, first_order, self.limit)
+        self._fill_buckets(first_order)
         self._reset()
         self.order_agreed = True
 
