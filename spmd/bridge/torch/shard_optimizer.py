@@ -182,7 +182,7 @@ class ShardedOptimizer(Optimizer):
             for group, params in zip(self.param_groups, groups, strict=True):
                 group["params"] = params
             for p, part in parts_of.items():
-                if part in stepped:
+                if part in stepped or (self._has_master(p) and part.grad is not None):
                     self._keep(p, part, stepped[part])
 
     def _part(self, p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:

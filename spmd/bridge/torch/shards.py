@@ -21,8 +21,9 @@ from spmd.bridge.torch.worker_context import context_of
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 from spmd.optim.sharding import sharded_layout
-from spmd.transport.call import Call
+from spmd.transport.call import LEDGERS, Call
 from spmd.transport.handles import Handle
+from spmd.transport.observing import origin_of
 
 __all__ = ["Shard", "gather_parts"]
 
@@ -141,6 +142,9 @@ def _start(worker: Worker, axes: tuple[str, ...], shards: list[Shard], parts: Se
     call = Call("shard_optimizer", axes, block.dtype, block.shape, detail=detail, frame=sys._getframe(1))
     call.borrowed = _on_memory_of(packed, shards[0].p)
     call.operator = "AllGather"
+    for observer in LEDGERS.get():
+        for _ in shards:
+            observer.operator(worker.index, origin_of(worker.comm, call))
     return worker.comm.all_gather(worker.group(axes), call, block)
 
 

@@ -14,7 +14,9 @@ from spmd.bridge.torch.shards import Shard
 from spmd.bridge.torch.tensor_state import local_data
 from spmd.device import copied
 from spmd.mesh import Worker
+from spmd.transport.call import LEDGERS
 from spmd.transport.handles import Chained, Done, Handle
+from spmd.transport.observing import origin_of
 
 __all__ = ["finish_earlier", "start_reduce_scatter", "store_part"]
 
@@ -46,6 +48,9 @@ def start_reduce_scatter(
         g.hand_over()
     call = sync_call(worker, bucket.shard_axes, blocks[0].dtype, (sum(b.size for b in blocks),), detail)
     call.operator, call.backward = "ReduceScatter", True
+    for observer in LEDGERS.get():
+        for _ in bucket.gradients:
+            observer.operator(worker.index, origin_of(worker.comm, call))
     call.borrowed = len(rows) == 1 and not extra and bucket.gradients[0].p.grad is not None
     remaining = tuple(n for n in axes if n not in bucket.shard_axes)
 
