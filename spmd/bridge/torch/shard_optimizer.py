@@ -126,13 +126,13 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As that of torch; parameters are split as the others."""
         super().add_param_group(param_group)
-        self._add_shards(here(f"add_param_group of {_WHERE}"), self.param_groups[-1]["params"])
+        self._add_shards(here("optimizer.add_param_group"), self.param_groups[-1]["params"])
 
     # A step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, of which each worker does a part. closure: evaluated once, before the step."""
-        worker = here(f"step of an optimiser of {_WHERE}")
+        worker = here("optimizer.step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,7 +154,7 @@ class ShardedOptimizer(Optimizer):
         names = [name for sync in syncs for name in sync.unsynced(self._shards)]
         if names:
             raise StateError.at(
-                f"step of an optimiser of {_WHERE}",
+                f"optimizer.step of {_WHERE}",
                 argument=names[0],
                 got="a .grad that holds this worker's own part, of a backward under no_sync",
                 need="the sum over workers",
@@ -270,7 +270,7 @@ def _check_gradient(grad: torch.Tensor, shard: Shard) -> None:
     varying = state_of_tensor(grad).varying & {*shard.axes}
     if varying:
         raise StateError.at(
-            f"step of an optimiser of {_WHERE}",
+            f"optimizer.step of {_WHERE}",
             argument=".grad",
             got=describe(grad),
             need=f"the same gradient on all workers along {', '.join(map(repr, sorted(varying)))}",
