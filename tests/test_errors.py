@@ -16,6 +16,7 @@ from mistakes import (
     X,
     arrays,
     attentions,
+    batches,
     bodies,
     checkpoints,
     collectives,
@@ -55,6 +56,7 @@ EVERY = [
     *norms_and_losses.ROWS,
     *transforms.ROWS,
     *pictures.ROWS,
+    *batches.ROWS,
     *training.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 from spmd.lazy_imports import lazy_attributes
 from spmd.optim.sharding import shard_specs
 from spmd.training.accumulation import accumulate
+from spmd.training.evaluation import evaluate
 from spmd.training.gathered import gathered
 
 if TYPE_CHECKING:
     from spmd.training.pipelines.pipeline import pipeline
 
-__all__ = ["accumulate", "gathered", "pipeline", "shard_specs"]
+__all__ = ["accumulate", "evaluate", "gathered", "pipeline", "shard_specs"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(__name__, {"spmd.training.pipelines.pipeline": ("pipeline",)})
