@@ -156,6 +156,19 @@ def test_a_dataset_may_grow_between_epochs():
     assert (len(sampler), len(sampler.batches)) == (4, 2)
 
 
+@given(lengths, sizes, workers, st.booleans(), seeds)
+@settings(max_examples=40)
+def test_strided_shares_are_one_sample_of_each_worker_in_turn(n, size, p, drop_last, seed):
+    expected = sequential(n, size, seed=seed, drop_last=drop_last)
+    samplers = every(n, p, batch_size=size, seed=seed, drop_last=drop_last, order="strided")
+    for rank, sampler in enumerate(samplers):
+        assert list(sampler.batches) == [b[rank::p] for b in expected]
+        assert len(sampler) == sum(len(b[rank::p]) for b in expected)
+    assert samplers[0].state_dict()["order"] == "strided"
+    other = DistributedSampler(Numbers(n), 2, 0, batch_size=size, seed=seed, order="blocked")
+    other.load_state_dict(samplers[0].state_dict())  # minibatches are the same
+
+
 # Padding, as torch has it
 
 
@@ -559,6 +572,7 @@ class Stream(IterableDataset):
         (TypeError, {"batch_size": 8, "seed": None}, "argument seed"),
         (ValueError, {"batch_size": 8, "rank": 4}, "argument rank\n  got:    4 of 4 workers"),
         (ValueError, {"batch_size": 8, "rank": -1}, "argument rank"),
+        (ValueError, {"batch_size": 8, "order": "interleaved"}, 'argument order(.|\n)*order="blocked"'),
         (ValueError, {"batch_size": 8, "num_replicas": 0}, "argument num_replicas"),
         (TypeError, {"batch_size": 8, "num_replicas": "4"}, "argument num_replicas"),
         (MeshError, {"batch_size": 8, "rank": None}, "num_replicas=4, rank=None"),
