@@ -48,9 +48,9 @@ def gathered(units: Sequence[Tree], specs: Any, axis_name: AxisName, *, prefetch
 
     Where a loop leaves a unit, the tape drops its whole arrays and all views of them, and gathers them again in the
     backward sweep. So prefetch + 1 units are whole at a time, in both directions. An array that the program keeps in a
-    variable of its own stays. The last unit stays until the sweep has passed it. `spmd.jit`, nested differentiation
-    and bodies without states (check=False) gather as well, and keep what they gather. `zip` and `enumerate` around the
-    iterator hold one unit more.
+    variable of its own stays; so does the loop's variable after the loop. The last unit stays until the sweep has
+    passed it. `zip` and `enumerate` around the iterator hold one unit more. Bodies that `spmd.jit` records, nested
+    differentiation and bodies without states (check=False) gather as well, and keep what they gather.
 
     Forward (V -> V): y = [x_0; x_1; ...] of each block. Adjoint: the sum of the whole's cotangents over the workers, of
     which each gets its part; sums of one unit go together, in the background. Cost: in each direction an all-gather of
@@ -219,12 +219,15 @@ class _Loop:
                 lent = _Lent(plan, self._composed(plan, frame) if unit is None else self._traced(plan, unit))
                 marks = [(tape, len(tape.nodes)) for tape in ACTIVE.get() if drops(tape)]
                 del frame
+                last = True
                 try:
                     yield lent.give()
+                    last = k + 1 == len(units)
+                    if unit is not None and not last:  # else the variable of the loop stays as it is
+                        lent.take_back(sys._getframe(1))
                 finally:
                     if unit is not None:
-                        lent.take_back(sys._getframe(1))
-                        drop(unit, marks, k + 1 == len(units) or sys.exc_info()[0] is GeneratorExit)
+                        drop(unit, marks, last)
                     del lent
         finally:
             drain([unit for unit in units if unit is not None])

@@ -78,6 +78,14 @@ def most(monkeypatch):
     return most
 
 
+@spmd.custom_vjp
+def ruled(w, x):
+    return layer(w, x)
+
+
+ruled.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, g: spmd.vjp(layer, *kept)[1](g))
+
+
 def _looped(layers, x, use=layer, **options):
     for w in gathered(layers, P("data"), "data", **options):
         x = use(w, x)
@@ -87,6 +95,7 @@ def _looped(layers, x, use=layer, **options):
 def _two_loops(layers, x, use=layer, **options):
     for w in gathered(layers[:3], P("data"), "data", **options):
         x = use(w, x)
+    del w
     for w in gathered(layers[3:], P("data"), "data", **options):
         x = use(w, x)
     return spmd.mean(x**2, "data")
@@ -103,6 +112,7 @@ BODIES = {
     "two loops": _two_loops,
     "unpacked": _unpacked,
     "checkpointed": lambda layers, x, **options: _looped(layers, x, spmd.checkpoint(layer), **options),
+    "custom rule": lambda layers, x, **options: _looped(layers, x, ruled, **options),
 }
 
 
@@ -254,6 +264,40 @@ def test_arrays_that_the_program_keeps_are_right():
     for a, b in zip(grads, spmd.grad(one)(layers, X), strict=True):
         for name in b:
             np.testing.assert_allclose(a[name], b[name], rtol=1e-11)
+
+
+def test_the_variable_of_the_loop_is_right_after_it():
+    layers = layers_of(3)
+
+    def body(layers, x):
+        for w in gathered(layers, P("data"), "data"):
+            x = layer(w, x)
+        broken = gathered(layers, P("data"), "data")
+        for v in broken:
+            x = layer(v, x)
+            break
+        del broken
+        return spmd.mean(layer(v, layer(w, x)) ** 2, "data")
+
+    def one(layers, x):
+        return serial([*layers, layers[0], layers[-1], layers[0]], x)
+
+    with spmd.Mesh(data=2):
+        found = spmd.value_and_grad(spmd.map(body, (P("data"), P("data")), P()))(layers, X)
+    value, grads = spmd.value_and_grad(one)(layers, X)
+    np.testing.assert_allclose(found[0], value)
+    for a, b in zip(found[1], grads, strict=True):
+        for name in b:
+            np.testing.assert_allclose(a[name], b[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"nans": True}, {"mutation": True}, {"replicas": True}], ids=str)
+def test_what_debuggers_look_at_is_kept(options):
+    layers = layers_of(3)
+    with spmd.Mesh(data=2), spmd.debug(**options):
+        grads = spmd.grad(spmd.map(_looped, (P("data"), P("data")), P()))(layers, X)
+    for a, b in zip(grads, spmd.grad(serial)(layers, X), strict=True):
+        np.testing.assert_allclose(a["w"], b["w"], atol=1e-12)
 
 
 def test_an_array_that_was_given_up_says_so():
