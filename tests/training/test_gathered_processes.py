@@ -10,7 +10,13 @@ from tests.profiling.trace_format import collectives, read_trace
 
 
 @each_engine
-@pytest.mark.parametrize("axes", [["data=4"], ["data=2", "model=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param(["data=4"], id="data=4", marks=pytest.mark.full),
+        pytest.param(["data=2", "model=2"], id="data=2 model=2"),
+    ],
+)
 def test_ten_steps_of_adam_are_those_of_one_worker(python, axes):
     assert "as one worker" in ended_well("gathering.py", "steps", *axes, python=python, n=4)
 
@@ -67,6 +73,7 @@ def test_the_next_unit_is_fetched_while_one_computes(python, tmp_path):
 
 
 @each_engine
+@pytest.mark.full
 def test_the_next_unit_is_fetched_before_one_computes(python, tmp_path):
     """On one host, where a worker reads the memory of others when it starts to gather."""
     ended_well("gathering.py", "trace", str(tmp_path), python=python, n=2)
