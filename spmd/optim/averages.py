@@ -8,7 +8,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.optim.numbers import cast_like, checked_option, is_short, widened
-from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array
+from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, moment_specs
 from spmd.tracebacks import api_boundary
 
 __all__ = ["EMAState", "ema"]
@@ -60,6 +60,6 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
 
     def specs(param_specs, params=None):
         of_optimizer = optimizer.specs(param_specs) if params is None else optimizer.specs(param_specs, params)
-        return EMAState(param_specs, of_optimizer)
+        return EMAState(moment_specs("spmd.optim.ema", param_specs), of_optimizer)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))

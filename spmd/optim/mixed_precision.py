@@ -13,7 +13,7 @@ from spmd.autodiff.tracer import Array
 from spmd.inner_product import inner
 from spmd.layout import P
 from spmd.optim.numbers import cast_like, checked_option, is_recorded, widened
-from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, first_number, give_up
+from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, first_number, give_up, moment_specs
 from spmd.tracebacks import api_boundary
 
 __all__ = ["MixedPrecisionState", "mixed_precision"]
@@ -117,7 +117,8 @@ class _Mixed(NamedTuple):
 
     def specs(self, param_specs, params=None):
         given = () if params is None else (params,)
-        return MixedPrecisionState(P(), P(), param_specs, self.optimizer.specs(param_specs, *given))
+        masters = moment_specs(_WHERE, param_specs)
+        return MixedPrecisionState(P(), P(), masters, self.optimizer.specs(param_specs, *given))
 
 
 def _not_finite(grads: Any) -> Any:

@@ -51,6 +51,7 @@ __all__ = [
     "checked_array",
     "first_number",
     "give_up",
+    "moment_specs",
     "sgd",
 ]
 
@@ -166,7 +167,7 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         return params, SGDState(next_count(state.steps), velocity if momentum else state.velocity)
 
     def specs(param_specs, params=None):
-        moments = _moment_specs("spmd.optim.sgd", param_specs)
+        moments = moment_specs("spmd.optim.sgd", param_specs)
         return SGDState(P(), moments if momentum else None)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
@@ -234,7 +235,7 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         return params, AdamState(next_count(state.steps), *moments)
 
     def specs(param_specs, params=None):
-        moments = _moment_specs(where, param_specs)
+        moments = moment_specs(where, param_specs)
         return AdamState(P(), moments, moments)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
@@ -251,7 +252,7 @@ def check_given(params: Any) -> None:
         )
 
 
-def _moment_specs(where: str, param_specs: Any) -> Any:
+def moment_specs(where: str, param_specs: Any) -> Any:
     """The specs of what a state holds for each parameter."""
     paths, leaves, structure = tree.flatten_with_path(param_specs, none_is_leaf=True)
     return tree.unflatten(
