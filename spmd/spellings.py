@@ -308,6 +308,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("FullyShardedDataParallel", "FSDP", "fully_shard"), "spt.shard_parameters(model, axis_name, unit=Block)"
         ),
+        "ZeroRedundancyOptimizer": "spt.shard_optimizer(optimizer, axis_name)",
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
         "no_sync": "no_sync() of what spt.data_parallel and spt.shard_parameters give",

@@ -106,6 +106,10 @@ class DataParallel(nn.Module):
     outside sums everything. `torch.autograd.grad` gives this worker's own gradient, also with create_graph; `spt.psum`
     sums it. `backward(create_graph=True)` raises DifferentiationError.
 
+    Of the parameters of an optimiser of `spt.shard_optimizer` each worker gets its part of the sum: buckets are
+    reduce-scattered, and `.grad` is a `spt.PartitionedTensor`. Between `no_sync` and the sum, `.grad` holds this
+    worker's own gradient alone, without what was summed before.
+
     `state_dict()`, `load_state_dict()`, `named_parameters()` and attributes are those of the module, which is
     `model.module`. Frozen parameters are not sent. They may be unfrozen later.
 

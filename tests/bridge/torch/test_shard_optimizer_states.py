@@ -17,6 +17,7 @@ from torch_training_cases import Net, numbers, split_rows, whole  # noqa: E402
 import spmd  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
 from spmd.bridge.torch.tensor_state import local_data  # noqa: E402
+from spmd.errors import MismatchError  # noqa: E402
 
 pytestmark = pytest.mark.host("a body makes its tensors on the host")
 
@@ -221,6 +222,40 @@ def test_an_error_in_a_step_leaves_parameters_and_states():
         return all(p is q for p, q in zip(optimizer.param_groups[0]["params"], net.parameters(), strict=True))
 
     assert all(on_workers({"data": 2}, main))
+
+
+def test_gradients_of_other_parameters_on_another_worker():
+    def main():
+        net = Net()
+        optimizer = spt.shard_optimizer(torch.optim.Adam(net.parameters()), "data")
+        for p in list(net.parameters())[: 3 + spt.worker_index("data")]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    with pytest.raises(MismatchError, match="2 parameters of 10 entries"):
+        on_workers({"data": 2}, main)
+
+
+def test_parameters_that_lie_split_already():
+    """By `spt.shard_parameters`: each worker steps its blocks, and nothing is sent."""
+
+    def main():
+        net = Net()
+        spt.shard_parameters(net, "data")
+        optimizer = spt.shard_optimizer(torch.optim.Adam(net.parameters(), lr=0.01), "data")
+        rows = lambda k: split_rows(numbers(7, 5, seed=k), 2, spt.worker_index("data")).clone()
+        trained(net, net, optimizer, lambda y: spt.mean(y, "data"), lambda k: spt.varying(rows(k), "data"), range(3))
+        with spmd.ledger() as log:
+            optimizer.step()
+        assert log.messages == 0
+        return [whole(p) for p in net.parameters()]
+
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    trained(net, net, optimizer, torch.mean, lambda k: numbers(7, 5, seed=k), range(3))
+    optimizer.step()
+    for result in on_workers({"data": 2}, main):
+        assert_alike(result, [whole(p) for p in net.parameters()])
 
 
 # States
