@@ -56,7 +56,8 @@ def gathered(units: Sequence[Tree], specs: Any, axis_name: AxisName, *, prefetch
     which each gets its part; sums of one unit go together, in the background. Cost: in each direction an all-gather of
     each large array and one of all small ones of a dtype; back also a reduce-scatter of each. So a gradient sends half
     as much again as in data parallelism, and parameters and gradients take 1/n of the memory. Once in a loop the
-    workers exchange the shapes of the blocks. Raises SpecError for specs that do not fit, StateError for a block that does not vary over the axis.
+    workers exchange the shapes of the blocks. Raises SpecError for specs that do not fit, StateError for a block that
+    does not vary over the axis.
 
     Source: Rajbhandari et al. (2020), "ZeRO: memory optimizations toward training trillion parameter models"; Zhao et
     al. (2023), "PyTorch FSDP: experiences on scaling fully sharded data parallel".

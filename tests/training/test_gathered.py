@@ -260,3 +260,56 @@ def test_what_is_not_split_comes_as_it_is():
         f = spmd.map(with_text, (own, P("data")), P())
         value, grads = spmd.value_and_grad(f, allow_int=True)(unit, x)
         assert_close([value, grads["number"]], [*spmd.value_and_grad(one)(2.0, x)])
+
+
+def random_unit(rng):
+    """Arrays of any dimensions and dtypes, some empty, some of messages of their own, in a nested tree."""
+
+    def array():
+        shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 5, 8, 70], rng.integers(0, 4)))
+        x = rng.standard_normal(shape)
+        return [x, x.astype(np.float32), x + 1j * rng.standard_normal(shape)][rng.choice(3, p=[0.6, 0.2, 0.2])]
+
+    return {"a": [array() for _ in range(rng.integers(0, 4))], "b": (array(), {"c": array()}), "nothing": None}
+
+
+def random_use(unit, x, k):
+    """A number of some views of the arrays of a unit, and x."""
+    total = 0.0
+    for w in tree.leaves(unit):
+        views = [w, w.T, w.reshape(-1)[::-1], w[..., None]]
+        total = total + np.sum(np.sin(np.abs(views[k % 4]) ** 2))
+    return np.sin(x + total)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 100))])
+def test_random_units(seed):
+    rng = np.random.default_rng(seed)
+    layers = [random_unit(rng) for _ in range(rng.integers(1, 5))]
+    order = [int(k) for k in rng.integers(0, len(layers), rng.integers(1, 7))]
+    x = rng.standard_normal(4)
+    axes = [{"data": 2}, {"data": 3}, {"data": 5}, {"data": 2, "other": 2}, {"other": 2, "data": 3}][rng.integers(5)]
+    prefetch, checkpointed = int(rng.integers(4)), rng.random() < 0.3
+
+    def one(layers, x):
+        for n, k in enumerate(order):
+            x = random_use(layers[k], x, n)
+        return np.sum(x)
+
+    with spmd.Mesh(**axes):
+        specs = shard_specs(layers, "data")
+
+        def body(layers, x):
+            units = gathered([layers[k] for k in order], [specs[k] for k in order], "data", prefetch=prefetch)
+            for n, w in zip(range(len(order)), units, strict=True):
+                x = (spmd.checkpoint(random_use, static_argnums=2) if checkpointed else random_use)(w, x, n)
+            return spmd.sum(x, "data") / spmd.axis_size("data")
+
+        if not any("data" in spec.axes for k in order for spec in tree.leaves(specs[k])):
+            return
+        f = spmd.map(body, (specs, P()), P())
+        value, grads = spmd.value_and_grad(f)(layers, x)
+        wanted, expected = spmd.value_and_grad(one)(layers, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    for g, e in zip(tree.leaves(grads), tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(g), e, rtol=1e-4, atol=1e-5 if e.dtype == np.float32 else 1e-9)
