@@ -278,6 +278,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(("AveragedModel", "swa_utils"), "spmd.optim.ema(optimizer, decay)"),
         **dict.fromkeys(("multi_transform", "masked", "param_groups"), "spmd.optim.groups({pattern: optimizer})"),
         "set_to_zero": "spmd.optim.frozen()",
+        **dict.fromkeys(("MultiSteps", "apply_every"), "spmd.training.accumulate(loss, microbatches)"),
         **dict.fromkeys(("OneCycleLR", "cosine_onecycle_schedule"), "spmd.optim.one_cycle"),
         **dict.fromkeys(("StepLR", "exponential_step_schedule"), "spmd.optim.step_decay"),
         "warmup_constant_schedule": "spmd.optim.constant",
