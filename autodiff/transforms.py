@@ -49,12 +49,17 @@ __all__ = ["float0", "grad", "stop_gradient", "value_and_grad", "vjp"]
 ONE.flags.writeable = False
 
 
-def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
+def pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     """The cotangents of leaves as the caller sees them: zeros where none came, each with the state of its argument,
     and bare ones as arrays of their own: writing into one changes no other, nor what was given or is kept."""
+    nodes = [held(x).node for x in leaves if on(held(x), tape)]
+    return settled(tape, leaves, sweep(tape, seeds, nodes, free=free))
+
+
+def settled(tape: Tape, leaves: list, arrived: list[Any]) -> list[Any]:
+    """`pulled`, where the sweep has given these cotangents of the leaves on the tape; None where none came."""
     blocks = [held(x) for x in leaves]
-    moving = [x for x in blocks if on(x, tape)]
-    found = tracer.mixing.summed(sweep(tape, seeds, [x.node for x in moving], free=free), [x.value for x in moving])
+    found = tracer.mixing.summed(arrived, [x.value for x in blocks if on(x, tape)])
     found.reverse()
     pulled = []
     for given, leaf in zip(leaves, blocks, strict=True):
@@ -76,7 +81,7 @@ def _pulled(tape: Tape, seeds, leaves: list, *, free: bool) -> list[Any]:
     return pulled
 
 
-def _result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
+def traced_result(out: Any, has_aux: bool, tape: Tape, where: str) -> tuple[Any, Any]:
     """The result of a function, and what it returned beside it, lowered."""
     if not has_aux:
         return out, None
@@ -216,13 +221,13 @@ def _value_and_gradient(
                 lifted.append((xs, treedef))
                 full[n] = tree.unflatten(treedef, xs)
             tracer.mixing.differentiates([x for xs, _ in lifted for x in xs])
-            out, aux = _result(fun(*full, **kwargs), has_aux, tape, where)
+            out, aux = traced_result(fun(*full, **kwargs), has_aux, tape, where)
             check(out)
         scalar = held(out)  # of a handle what this worker holds: the scalar, or nothing
         seeds = [(scalar.node, one_like(value_of(scalar)))] if on(scalar, tape) else []
         if seeds:
             tracer.mixing.differentiated(scalar)
-        found = iter(_pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
+        found = iter(pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape)
         return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)
@@ -384,13 +389,13 @@ def pullback_of(fun: Callable, primals: Sequence[Any], *, has_aux: bool = False,
     where = f"vjp of {name_of(fun)}"
     with recording(once) as tape:
         lifted, treedef = lift_all(tape, tuple(primals), where, lambda: "primals")
-        out, aux = _result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
+        out, aux = traced_result(fun(*tree.unflatten(treedef, lifted)), has_aux, tape, where)
     outs, out_tree = tree.flatten(out)
 
     def pullback(cotangent):
         gs = match_cotangents(cotangent, outs, out_tree, where)
         seeds = [(held(o).node, g) for o, g in zip(outs, gs, strict=True) if on(held(o), tape)]
-        return tree.unflatten(treedef, _pulled(tape, seeds, lifted, free=once))
+        return tree.unflatten(treedef, pulled(tape, seeds, lifted, free=once))
 
     pullback.tape = tape  # type: ignore[attr-defined]
     values = [lower(o, tape) for o in outs]

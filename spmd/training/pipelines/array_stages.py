@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.split_pullback import split_pullback_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import pullback_of
 from spmd.mesh import WORKER, Worker
@@ -40,8 +42,8 @@ class ArrayStages:
 
     stages: the functions of all stages; loss: of the last one's output, if there is one. params: the parameters of this
     worker's stages, by stage; shared: those that all stages get. inputs, targets: the microbatches; weights: of their
-    losses. worker: acts alone along the axes of the pipeline. differentiates_input: whether the gradient of the input
-    is wanted.
+    losses. worker: acts alone along the axes of the pipeline. learns: whether gradients are wanted; splits: those of
+    parameters later; differentiates_input: that of the input too.
     """
 
     def __init__(self, stages: Sequence[Callable[..., Any]], loss: Callable[..., Any] | None, worker: Worker):
@@ -51,7 +53,7 @@ class ArrayStages:
         self.inputs: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
         self.weights: Sequence[float] = ()
-        self.learns = True
+        self.learns, self.splits = True, False
         self.differentiates_input = False
         self.total: Any = None
         self.outputs: dict[int, Any] = {}
@@ -80,15 +82,21 @@ class ArrayStages:
                 self.outputs[k] = y
             return y, None
 
-        def of(params: Any, shared: tuple[Any, ...], x: Any) -> Any:
+        def of(x: Any, params: Any, shared: tuple[Any, ...]) -> Any:
             y = self.stages[stage](params, x, *shared)
             return self._loss(y, k) if last else y
 
+        parameters = (self.params[stage], self.shared)
         if stage > 0 or self.differentiates_input:
-            y, pull = pullback_of(of, (self.params[stage], self.shared, x), once=True)
+            y, pull = (
+                split_pullback_of(of, (x,), parameters) if self.splits else pullback_of(of, (x, *parameters), once=True)
+            )
         else:
-            y, pull = pullback_of(
-                lambda params, shared: of(params, shared, x), (self.params[0], self.shared), once=True
+            of_parameters = partial(of, x)
+            y, pull = (
+                split_pullback_of(of_parameters, (), parameters)
+                if self.splits
+                else pullback_of(of_parameters, parameters, once=True)
             )
         if not last:
             return y, (pull, None)
@@ -111,11 +119,14 @@ class ArrayStages:
         if y is not None:
             bare = value_of(y)
             gradient = self.worker.carrying(read_only(np.ones(np.shape(bare), np.asarray(bare).dtype)), y.state)
-        own, shared, *of_input = pull(gradient)
+        if self.splits:
+            of_input, later = pull(gradient)
+        else:
+            (*of_input, own, shared), later = pull(gradient), None
+            self._add(stage, own, shared)
         if stage == 0 and of_input:
             self.input_gradients[k] = of_input[0]
-        self._add(stage, own, shared)
-        return (of_input[0] if of_input else None), (own, shared)
+        return (of_input[0] if of_input else None), later
 
     def _add(self, stage: int, own: Any, shared: tuple[Any, ...]) -> None:
         before = self.gradients.get(stage)
@@ -123,7 +134,7 @@ class ArrayStages:
         self.shared_gradients = _sum(self.shared_gradients, shared) if self.shared_gradients else shared
 
     def weight(self, stage: int, microbatch: int, kept: Any) -> None:
-        pass
+        self.alone(lambda: self._add(stage, *kept()))
 
     def reduce(self, axes_by_stage: dict[int, Any]) -> None:
         """Add up the gradients of parameters over axes along which the batch varies and they do not."""

@@ -118,6 +118,7 @@ class _Step:
         self._check()
         alone = LoneWorker(self.worker, self.names, self._refused)
         self.stages = stages = ArrayStages(pipeline.stages, pipeline.loss, alone)
+        stages.splits = self.schedule.splits_backward
         sizes, stages.weights = weights_of(length_of(x, "x"), pipeline.microbatches, pipeline.reduction)
         x, target = spread(x, self.names), spread(target, self.names)
         self.batch_axes = tuple(n for n in axes_of((x, target)) if n not in self.names)
