@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from launch import each_mpi
 from mpi_programs.pipelined import agree
-from process_cases import ended_well
+from process_cases import each_engine, ended_well
 
 import spmd
 from spmd import P
@@ -50,7 +49,7 @@ def test_random_pipelines_are_what_one_worker_does(seed, scheduler):
     agree(workers * virtual, int(rng.integers(2, 20)), name, int(rng.integers(1, 9)), {"scheduler": scheduler}, **axes)
 
 
-@each_mpi
+@each_engine
 def test_among_processes(python):
     assert ended_well("pipelined.py", python=python) == "trained\n"
 
