@@ -31,6 +31,7 @@ SECTIONS = {
     "functions": ("benchmarks.functions", "FUNCTIONS"),
     "bridge": ("benchmarks.bridge", "BRIDGE"),
     "plans": ("benchmarks.plans", "PLANS"),
+    "sharding": ("benchmarks.sharding", "SHARDING"),
     "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
     "profiles": ("benchmarks.profiles", "PROFILES"),

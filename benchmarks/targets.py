@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks import sharding
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
 from benchmarks.loops import BLOCK
@@ -91,6 +92,7 @@ def _targets() -> Iterator[Target]:
     yield Target("w7", "20 operations and a sum", ("jax jitted, 2 devices",), 1 / 1.5, ours=("spmd, jit",))
     yield from _of_loops()
     yield from _of_plans()
+    yield from _of_sharding()
     for case in (*WRITES, *READS):
         yield Target("saving", case, ("torch DCP", "torch DCP, a file each"), 1)
         yield Target("saving", case, ("cp",), 0.5)
@@ -127,6 +129,18 @@ def _of_plans() -> Iterator[Target]:
         for engine in engines:
             yield Target("plans", of[name], (peer,), 1, "memory", (engine,))
     yield Target("plans", of["lenet"], ("torch, 1 process",), 1 / 1.5, ours=engines)
+
+
+def _of_sharding() -> Iterator[Target]:
+    engines, peers = (
+        ("spmd tensors, MPI", "spmd tensors, gloo"),
+        {"sharded": "torch fully_shard", "data parallel": "torch DDP"},
+    )
+    for (kind, _), case in sharding.titles(quick=False).items():
+        yield Target("sharding", case, (peers[kind],), 1, ours=engines)
+        if kind == "sharded":
+            for engine in engines:
+                yield Target("sharding", case, (peers[kind],), 1, "memory", (engine,))
 
 
 TARGETS = tuple(_targets())
