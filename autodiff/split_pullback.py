@@ -65,7 +65,7 @@ class _Postponed:
 
     def __init__(self, node: Node, rules: list[tuple[Node, Callable[..., Any]]]):
         self.args, self.kwargs, self.rules = node.args, node.kwargs, rules
-        self.results = getattr(node, "results", None)
+        self.results: Any = getattr(node, "results", None)
         self.g: Any = None
 
     def keeping(self, rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from process_cases import each_engine, ended_well
 
 import spmd
 from spmd import P
-from spmd.errors import LayoutError, SpecError, StateError
+from spmd.errors import DifferentiationError, JitError, LayoutError, SpecError, StateError
 from spmd.operators.root import Rooted
 from spmd.training.pipelines.exchange import packed, unpacked
 from spmd.training.pipelines.schedules import SCHEDULES, schedule_of
@@ -141,6 +141,15 @@ def test_mistakes_are_explained():
         mistake(spmd.training.pipeline(stages, loss=loss), check=False)
     with pytest.raises(StateError, match=r"(?s)psum.*within a stage"):
         mistake(spmd.training.pipeline([lambda w, x: spmd.psum(w * x, "stage")] * 2, loss=loss))
+
+
+def test_it_is_neither_differentiated_from_outside_nor_recorded():
+    step = spmd.training.pipeline([lambda w, x: w * x] * 2, loss=np.mean)
+    f = spmd.map(lambda w, x: step.value_and_grad([w, w], x)[0], P(), P(), mesh=spmd.Mesh(stage=2))
+    with pytest.raises(DifferentiationError, match=r"(?s)spmd.training.pipeline.*microbatch by microbatch"):
+        spmd.grad(f)(np.ones(()), X)
+    with spmd.Mesh(stage=2), pytest.raises(JitError, match=r"(?s)spmd.training.pipeline.*leave spmd.jit out"):
+        spmd.jit(f)(np.ones(()), X)
 
 
 def test_an_error_in_a_stage_is_raised_by_all(scheduler):

@@ -10,7 +10,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.errors import SpecError, StateError, describe
+from spmd.errors import DifferentiationError, JitError, SpecError, StateError, describe
 from spmd.mesh import Worker, here
 from spmd.operators.at_root import LoneWorker
 from spmd.operators.reduce import AxisName, _names, psum
@@ -144,6 +144,23 @@ class _Step:
                 got=describe(self.params),
                 need=f"a list with the parameters of each of the {self.schedule.stages} stages",
                 mend="[params_0, params_1, ...]; those of other workers' stages may be None",
+            )
+        if self.worker.program is not None:
+            raise JitError.at(
+                _WHERE,
+                got="a call within spmd.jit",
+                need="a body that runs each time: workers run different stages in different orders",
+                mend="leave spmd.jit out",
+            )
+        held = [
+            leaf.block if type(leaf) is Rooted else leaf for leaf in tree.flatten((self.params, self.shared, self.x))[0]
+        ]
+        if any(type(leaf) is Array and leaf.tape is not None for leaf in held):
+            raise DifferentiationError.at(
+                _WHERE,
+                got="arrays that are differentiated around the pipeline",
+                need="arrays that are not: a pipeline computes gradients itself, microbatch by microbatch",
+                mend="step.value_and_grad(params, x, target) without spmd.grad around it, in a body and outside of it",
             )
 
     def _refused(self, axis: str, call: Call) -> StateError:
