@@ -28,7 +28,7 @@ from spmd.layout import offsets
 from spmd.settings import setting
 from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.base import Comm, Transport, checks_are_on
-from spmd.transport.call import Call, Group, Shape
+from spmd.transport.call import Call, Group, Pair, Shape
 from spmd.transport.handles import Done, Handle, Outcome
 
 __all__ = ["NcclTransport"]
@@ -231,9 +231,13 @@ class NcclComm(Comm):
     def _exchange(self, group: Group, call: Call, sends: Mapping[int, Any], sources: Collection[int]) -> Handle:
         if group.size == 1 or call.host or any(not on_device(x) for x in sends.values()):
             return self.host._exchange(group, call, sends, sources)
+        number = self.host.number
         shapes = self.host.meet(group, call, [sends[k].shape if k in sends else None for k in range(group.size)])
         comes = {k: s for k, s in enumerate(shapes) if s is not None}
-        return Done(self._moves(group, call, sends, comes))
+        received = self._moves(group, call, sends, comes)
+        if type(group) is Pair:  # the others count one collective
+            self.host.number = number + 1
+        return Done(received)
 
 
 class NcclTransport(Transport):

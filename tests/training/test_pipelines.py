@@ -145,10 +145,13 @@ def test_mistakes_are_explained():
 
 def test_it_is_neither_differentiated_from_outside_nor_recorded():
     step = spmd.training.pipeline([lambda w, x: w * x] * 2, loss=np.mean)
-    f = spmd.map(lambda w, x: step.value_and_grad([w, w], x)[0], P(), P(), mesh=spmd.Mesh(stage=2))
+    f = spmd.map(lambda w, x: step.value_and_grad([w, w], x)[0], P(), P(), mesh=spmd.Mesh(stage=2, device="cpu"))
     with pytest.raises(DifferentiationError, match=r"(?s)spmd.training.pipeline.*microbatch by microbatch"):
         spmd.grad(f)(np.ones(()), X)
-    with spmd.Mesh(stage=2), pytest.raises(JitError, match=r"(?s)spmd.training.pipeline.*leave spmd.jit out"):
+    with (
+        spmd.Mesh(stage=2, device="cpu"),
+        pytest.raises(JitError, match=r"(?s)spmd.training.pipeline.*leave spmd.jit out"),
+    ):
         spmd.jit(f)(np.ones(()), X)
 
 

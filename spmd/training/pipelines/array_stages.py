@@ -12,12 +12,13 @@ from spmd.autodiff import tree
 from spmd.autodiff.split_pullback import split_pullback_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import pullback_of
+from spmd.device import to_host
 from spmd.mesh import WORKER, Worker
 from spmd.operators.at_root import decoded, encoded
 from spmd.operators.reduce import psum
 from spmd.operators.root import Rooted
 from spmd.operators.varying import varying
-from spmd.state import REPLICAS, state_of
+from spmd.state import REPLICAS, State, state_of
 from spmd.training.pipelines.exchange import packed, unpacked
 from spmd.transport.handles import read_only
 
@@ -118,7 +119,7 @@ class ArrayStages:
         pull, y = kept
         if y is not None:
             bare = value_of(y)
-            gradient = self.worker.carrying(read_only(np.ones(np.shape(bare), np.asarray(bare).dtype)), y.state)
+            gradient = self._held(np.ones(np.shape(bare), y.dtype), y.state)
         if self.splits:
             of_input, later = pull(gradient)
         else:
@@ -150,12 +151,18 @@ class ArrayStages:
     def pack(self, value: Any) -> np.ndarray:
         structure, leaves = encoded(value, self.worker)
         states = [sorted(x.state.varying) if type(x) is Array and x.state is not None else [] for x in leaves]
-        return packed([np.asarray(value_of(x)) for x in leaves], [structure, states])
+        return packed([np.asarray(to_host(value_of(x))) for x in leaves], [structure, states])
 
     def unpack(self, message: np.ndarray) -> Any:
         arrays, (structure, states) = unpacked(message)
-        held = (self.worker.carrying(read_only(x), state_of(axes)) for x, axes in zip(arrays, states, strict=True))
+        held = (self._held(x, state_of(axes)) for x, axes in zip(arrays, states, strict=True))
         return decoded(structure, held)
+
+    def _held(self, block: np.ndarray, state: State) -> Any:
+        """An array of the body with this block."""
+        places = self.worker.mesh.places
+        block = read_only(block) if places is None else places.own(read_only(block), self.worker.index)
+        return self.worker.carrying(block, state)
 
 
 def _sum(first: Any, second: Any) -> Any:
