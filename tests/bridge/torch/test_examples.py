@@ -16,10 +16,15 @@ pytestmark = pytest.mark.host("tensors of these examples lie on the host")
 
 LENET = ROOT / "examples" / "torch_lenet.py"
 TRANSFORMER = ROOT / "examples" / "torch_transformer.py"
+GPT = ROOT / "examples" / "torch_gpt.py"
 UNET = ROOT / "examples" / "torch_unet.py"
 SHORT = ("--epochs", "2", "--steps", "3", "--check")
 FEW = ("--steps", "20")
-TIMES = re.compile(r"[\d.]+ (s per epoch|ms per step)")
+SMALL_GPT = (
+    *("--steps", "3", "--every", "2", "--batch", "6", "--check", "--sample", "9"),
+    *("--context", "9", "--width", "12", "--heads", "3", "--layers", "1"),
+)
+TIMES = re.compile(r" +[\d.]+ (s per epoch|ms per step|characters/s)")
 
 
 def apart(text: str) -> list[float]:
@@ -31,7 +36,7 @@ def apart(text: str) -> list[float]:
 
 def losses(text: str) -> list[str]:
     """The lines that tell losses: those of the workers, and as many of one worker, which are the same."""
-    result = [line for line in text.splitlines() if re.match(r"(epoch|step) +\d", line)]
+    result = [line for line in TIMES.sub("", text).splitlines() if re.match(r"(epoch|step) +\d", line)]
     half = len(result) // 2
     assert result[:half] == result[half:] != []
     return result[:half]
@@ -58,8 +63,14 @@ MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec
 MPIEXEC = pytest.param(sys.executable, id="mpiexec", marks=MPI)
 launchers = pytest.mark.parametrize("python", [MPIEXEC, pytest.param(TORCHRUN, id="torchrun")])
 
-RUNS = {"lenet": (LENET, *SHORT), "transformer": (TRANSFORMER, *FEW), "unet": (UNET, *SHORT, "--batch", "4")}
+RUNS = {
+    "lenet": (LENET, *SHORT),
+    "transformer": (TRANSFORMER, *FEW),
+    "unet": (UNET, *SHORT, "--batch", "4"),
+    "gpt": (GPT, *SMALL_GPT),
+}
 SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
+SEQUENCE_GPT = (GPT, *SMALL_GPT, "--sequence")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -79,7 +90,7 @@ def same_under(python: str, *run) -> None:
 
 @pytest.mark.full
 @launchers
-@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE], ids=[*RUNS, "sequence"])
+@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE, SEQUENCE_GPT], ids=[*RUNS, "sequence", "sequence gpt"])
 def test_each_example_prints_the_same_under_each_launcher(python, run):
     same_under(python, *run)
 
@@ -176,6 +187,42 @@ def test_a_transformer_on_any_mesh(mesh, output):
     # Two pairs of layers, checked or not.
     each = "2 all-gathers, 2 reduce-scatters" if "--sequence" in mesh else "2 sums"
     assert text.split(";")[0].count(each) == text.split(";")[1].count(each) == 1
+
+
+GPTS = [
+    ("--data", "2", "--model", "3", "--sequence", "--accumulate", "3", "--batch", "5"),
+    ("--data", "4", "--model", "1", "--batch", "3", "--accumulate", "1"),  # one worker has no sample
+    ("--data", "1", "--model", "4"),  # one worker has no head
+    ("--data", "1", "--model", "5", "--sequence", "--context", "3"),
+    ("--data", "3", "--model", "1", "--accumulate", "9"),
+    ("--data", "2", "--model", "2", "--layers", "2", "--clip", "1e9"),
+    ("--data", "1", "--model", "1"),
+]
+
+
+@pytest.mark.parametrize("mesh", few(GPTS), ids=" ".join)
+def test_a_gpt_on_any_mesh(mesh, output):
+    text = output(GPT, *SMALL_GPT, *mesh)
+    assert max(apart(text)) < 1e-10
+    losses(text)
+    axes = {name for name in ("data", "model") if mesh[mesh.index(f"--{name}") + 1] != "1"}
+    for name in ("data", "model"):
+        assert (f" kB along {name}" in text) == (name in axes)
+
+
+def test_a_gpt_draws_its_losses_and_writes(tmp_path, output):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "gpt.png"
+    text = output(GPT, *SMALL_GPT, "--steps", "1", "--data", "2", "--model", "1", "--picture", str(path))
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    manual = text.partition("\n\n")[2].partition("\n\n")[2]
+    assert len(manual) == len('The "asse') + 9 + len("\n")
+
+
+@pytest.mark.full
+def test_a_gpt_learns(output):
+    text = output(GPT, "--data", "2", "--model", "1")
+    assert float(re.search(r"step  150  loss ([\d.]+)", text)[1]) < 2.5
 
 
 @pytest.mark.full

@@ -1,0 +1,256 @@
+"""Train a small GPT to write like Python's manual: data, tensor and sequence parallel in PyTorch, by options.
+
+    python examples/torch_gpt.py                          two by two virtual workers in this process
+    mpiexec -n 4 python examples/torch_gpt.py             four processes, the same losses
+    torchrun --nproc-per-node 4 examples/torch_gpt.py     the same, without MPI
+    python examples/torch_gpt.py --data 3 --model 1       another mesh; it need not divide anything
+    python examples/torch_gpt.py --sequence               positions are split too, outside of attention
+    python examples/torch_gpt.py --checkpoints run        saves there, and goes on from there, on any mesh
+    python examples/torch_gpt.py --check                  trains on one worker too, and compares step by step
+    python examples/torch_gpt.py --picture gpt.png        draws the losses, and how weights lie
+
+`GPT` is a module of plain PyTorch, and `train` is the loop of one worker: gradients of several minibatches are added
+up, and clipped by the norm of all together; the rate of AdamW falls as a cosine. `plan` says how the layers of the
+network are split over the mesh axis `model`, and samples over `data`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd
+from spmd import P
+from spmd.bridge import torch as spt
+
+
+class Attention(nn.Module):
+    """Causal attention; one layer makes queries, keys and values."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, positions, width = x.shape
+        q, k, v = (
+            a.view(batch, positions, self.heads, width // self.heads).transpose(1, 2)
+            for a in self.qkv(x).split(width, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, positions, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """The scores of the next character after each of some text."""
+
+    def __init__(self, characters: int, context: int, width: int, heads: int, layers: int):
+        super().__init__()
+        self.table, self.places = nn.Embedding(characters, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters, bias=False)
+        for embedding in (self.table, self.places):
+            nn.init.normal_(embedding.weight, std=width**-0.5)
+        self.head.weight = self.table.weight  # tied
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.table(text) + self.places(torch.arange(text.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def plan(args: argparse.Namespace) -> dict[str, spt.Style]:
+    """How a GPT is split: its input, and the layers of these names. All else is whole on every worker."""
+    styles = {
+        "": spt.spatial(P("data")),
+        "*.attention": spt.heads("model"),
+        "up": spt.column("model"),
+        "down": spt.row("model", sequence=1 if args.sequence else None),
+        "table": spt.vocab("model"),
+        "head": spt.vocab("model"),
+    }
+    return styles | {"norm*": spt.sequence("model")} if args.sequence else styles
+
+
+def parallel(net: GPT, args: argparse.Namespace) -> nn.Module:
+    """The network on the workers of the mesh, in a body."""
+    return spt.parallelize(net, plan(args))
+
+
+def gradients(model: nn.Module, text: torch.Tensor, parts: int) -> torch.Tensor:
+    """Set the gradients of the mean loss over stretches of text, (samples, positions + 1), in so many parts. The loss."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for x in text.chunk(parts):
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()) * (len(x) / len(text))
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def train(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, folder: str | None = None) -> torch.Tensor:
+    """Train a network, from the last checkpoint in the folder on. The losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    draws = torch.Generator().manual_seed(args.seed)  # every worker draws the same numbers
+    losses = torch.full((args.steps,), torch.nan)
+    run = {"model": model, "optimizer": optimizer, "schedule": schedule, "draws": draws, "losses": losses, "step": 0}
+    checkpoints = spmd.io.CheckpointManager(folder, max_to_keep=2) if folder else None
+    if checkpoints and checkpoints.latest() is not None:
+        run = checkpoints.restore(like=run)  # modules, optimisers and generators are loaded in place
+        say(f"goes on after step {run['step']}")
+    first = run["step"]
+    while run["step"] < args.steps:
+        steps = range(run["step"], min(run["step"] + args.every, args.steps))
+        start = time.perf_counter()
+        with spmd.ledger() as log:
+            for step in spmd.progress(steps, label="training"):
+                starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=draws)
+                batch = text[starts + torch.arange(args.context + 1)]
+                run["losses"][step] = gradients(model, batch, args.accumulate)
+                spt.clip_grad_norm_(model, args.clip)
+                optimizer.step()
+                schedule.step()
+        seconds = time.perf_counter() - start
+        run["step"] = steps.stop
+        if steps.start == first and log.bytes:
+            say(f"in {len(steps)} steps a worker sends {sent(log, args)}")
+        rate = len(steps) * args.batch * args.context / seconds
+        say(f"step {steps.stop:4}  loss {run['losses'][step]:.8f}  {rate:7.0f} characters/s")
+        if checkpoints:
+            checkpoints.save(steps.stop, run)  # in the background
+    if checkpoints:
+        checkpoints.wait()
+    return run["losses"]
+
+
+def sent(log: spmd.ledger, args: argparse.Namespace) -> str:
+    """How much a worker has sent, by the axes of the mesh."""
+    counts: Counter[str] = Counter()
+    for row in log.rows():
+        counts[" and ".join(name for name in row.axes if vars(args)[name] > 1)] += row.bytes
+    return ", ".join(f"{count / 1e3:.1f} kB along {axes}" for axes, count in counts.items() if count)
+
+
+@torch.no_grad()
+def continued(net: GPT, text: torch.Tensor, count: int, context: int) -> torch.Tensor:
+    """text and as many more characters, each drawn by its probability after those before it."""
+    for _ in range(count):
+        scores = net(text[None, -context:])[0, -1] / 0.7
+        text = torch.cat([text, torch.multinomial(scores.softmax(0), 1)])
+    return text
+
+
+def say(line: str) -> None:
+    if spmd.is_main():
+        print(line, flush=True)
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    torch.manual_seed(args.seed)  # every process draws the same parameters
+    manual = "\n".join(topics[name] for name in sorted(topics))
+    alphabet = sorted(set(manual))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    text = torch.tensor([numbers[character] for character in manual])
+    net = GPT(len(alphabet), args.context, args.width, args.heads, args.layers)
+
+    def body():
+        model = parallel(net, args)
+        losses = train(model, text, args, args.checkpoints)
+        return losses, spt.state_dict(model)  # of whole tensors
+
+    with spmd.Mesh(data=args.data, model=args.model) as mesh:
+        say(f"{mesh}, {mesh.transport.name} transport: {sum(p.numel() for p in net.parameters())} parameters")
+        losses, state = spt.map(body, (), None)()
+        if not spmd.is_main():
+            return
+        losses_of_one = check(net, text, args, losses, state) if args.check else None
+        net.load_state_dict(state)
+        sample = continued(net, text[: args.context], args.sample, args.context)
+        written = "".join(alphabet[number] for number in sample)
+        print(f"\n{written}")
+        if args.picture:
+            draw(args, losses, losses_of_one, written, mesh)
+
+
+def check(net: GPT, text: torch.Tensor, args: argparse.Namespace, losses: torch.Tensor, state: dict) -> torch.Tensor:
+    """Train on one worker, and tell how far apart the losses and the parameters are. The losses."""
+    print("\nthe same on one worker")
+    losses_of_one = train(net, text, args)
+    apart = (losses - losses_of_one).abs().max().item()
+    apart_at_last = max((state[name] - x).abs().max().item() for name, x in net.state_dict().items())
+    print(f"losses of {len(losses)} steps: at most {apart:.1e} apart")
+    print(f"all parameters at last: at most {apart_at_last:.1e} apart")
+    return losses_of_one
+
+
+def draw(args: argparse.Namespace, losses: torch.Tensor, losses_of_one: Any, written: str, mesh: spmd.Mesh) -> None:
+    """The losses, how two weights lie, and what the network writes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    curve, up, down, text = figure.subplots(1, 4, width_ratios=(2, 1, 1, 2))
+    steps = range(1, len(losses) + 1)
+    if losses_of_one is not None:
+        curve.plot(steps, losses_of_one, color="lightgray", linewidth=6, label="one worker")
+    curve.plot(steps, losses, color="#D55E00", label=f"{args.data * args.model} workers")
+    curve.set(title="loss", xlabel="step")
+    curve.legend(frameon=False)
+    spmd.plot.layout(P("model"), (4 * args.width, args.width), mesh, title="up: rows", ax=up)
+    spmd.plot.layout(P(None, "model"), (args.width, 4 * args.width), mesh, title="down: columns", ax=down)
+    lines = [line[k : k + 48] for line in written.splitlines() for k in range(0, max(len(line), 1), 48)]
+    text.text(0, 1, "\n".join(lines[:16]), family="monospace", fontsize=8, va="top", parse_math=False)
+    text.set_title("what it writes")
+    text.set_axis_off()
+    figure.savefig(args.picture, dpi=120)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on Python's manual, split over samples, heads, hidden features and positions.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=int, default=2, help="workers that share a batch")
+    parser.add_argument("--model", type=int, default=2, help="workers that share the layers")
+    parser.add_argument("--sequence", action="store_true", help="split positions too, outside of attention")
+    parser.add_argument("--steps", type=int, default=150, help="steps of training")
+    parser.add_argument("--every", type=int, default=25, help="steps between reports, and between checkpoints")
+    parser.add_argument("--batch", type=int, default=32, help="stretches of text per step")
+    parser.add_argument("--accumulate", type=int, default=2, help="parts of a batch whose gradients are added up")
+    parser.add_argument("--context", type=int, default=64, help="characters per stretch")
+    parser.add_argument("--layers", type=int, default=2, help="blocks of attention and perceptron")
+    parser.add_argument("--heads", type=int, default=4, help="of attention per block")
+    parser.add_argument("--width", type=int, default=64, help="features of a character, a multiple of the heads")
+    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of AdamW at first")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="save there, and go on from the last checkpoint there")
+    parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of the parameters")
+    parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses, how weights lie, and what is written")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
