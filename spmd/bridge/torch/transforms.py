@@ -1,8 +1,8 @@
 """torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
 The transformations wrap arguments in plain tensors, and unwrap results. The functions of torch that do so are replaced
-here by functions that keep the state. A reentrant checkpoint calls its function a second time on plain tensors, which
-get the states of the first call.
+here by functions that keep the state. A checkpoint that is reentrant, or inside hooks of saved tensors, calls its function
+a second time on plain tensors, which get the states of the first call.
 """
 
 from __future__ import annotations
@@ -43,18 +43,26 @@ for _module, _name in (
     setattr(_module, _name, _keeping_state(getattr(_module, _name)))
 
 
-def _with_saved_states(forward: Callable) -> Callable:
-    @functools.wraps(forward)
-    def call(ctx: Any, function: Callable, preserve: bool, *args: Any) -> Any:
-        states = [x.state if isinstance(x, Tensor) else None for x in args]
+def _with_saved_states(checkpointed: Callable, place: int) -> Callable:
+    """A function of torch, `place` of whose arguments is the function that is called again.
 
-        def recompute(*args: Any) -> Any:
-            for x, state in zip(args, states, strict=True):
+    The last arguments are those of that function.
+    """
+
+    @functools.wraps(checkpointed)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        states = [x.state if isinstance(x, Tensor) else None for x in args]
+        if not any(states):
+            return checkpointed(*args, **kwargs)
+        function = args[place]
+
+        def recompute(*inputs: Any, **options: Any) -> Any:
+            for x, state in zip(inputs, states[len(states) - len(inputs) :], strict=True):
                 if state is not None and type(x) is torch.Tensor:
                     set_state(x, state)
-            return function(*args)
+            return function(*inputs, **options)
 
-        return forward(ctx, recompute if any(states) else function, preserve, *args)
+        return checkpointed(*args[:place], recompute, *args[place + 1 :], **kwargs)
 
     return call
 
@@ -75,4 +83,7 @@ def _with_overrides(engine: Callable) -> Callable:
 
 
 torch.autograd._engine_run_backward = _with_overrides(torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
-checkpoint.CheckpointFunction.forward = staticmethod(_with_saved_states(checkpoint.CheckpointFunction.forward))
+checkpoint.CheckpointFunction.forward = staticmethod(_with_saved_states(checkpoint.CheckpointFunction.forward, 1))
+checkpoint._checkpoint_without_reentrant_generator = _with_saved_states(
+    checkpoint._checkpoint_without_reentrant_generator, 0
+)

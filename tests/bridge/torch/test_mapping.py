@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from launch import ROOT, launch, mpiexec, run_python  # noqa: E402
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_operators import placed  # noqa: E402
 
@@ -651,8 +653,9 @@ def test_gradients_accumulate_in_a_body():
 
 
 @each_size
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_meet_the_states_of_forward(n, reentrant):
+def test_checkpoints_meet_the_states_of_forward(n, reentrant, hooks):
     """A checkpointed function runs once more in backward: what it closes over is varied there, and summed, too."""
     x = normal(7)
     w = normal(7, seed=1).requires_grad_()
@@ -669,7 +672,8 @@ def test_checkpoints_meet_the_states_of_forward(n, reentrant):
             return y - spmd.sum(y * y, "x")
 
         w = w.detach().requires_grad_()
-        y = checkpoint(part, x, w * 1, use_reentrant=reentrant)
+        with saved_tensors_hooks(torch.Tensor.detach, lambda x: x) if hooks else nullcontext():
+            y = checkpoint(part, x, w * 1, use_reentrant=reentrant)
         assert y.state.varying == {"x"}
         spmd.sum(y * y, "x").backward()
         result[spmd.worker_index("x")] = bias.grad, w.grad
