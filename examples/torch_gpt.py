@@ -5,13 +5,14 @@
     torchrun --nproc-per-node 4 examples/torch_gpt.py     the same, without MPI
     python examples/torch_gpt.py --data 3 --model 1       another mesh; it need not divide anything
     python examples/torch_gpt.py --sequence               positions are split too, outside of attention
+    python examples/torch_gpt.py --shard                  parameters and states are split over `data` too
     python examples/torch_gpt.py --checkpoints run        saves there, and goes on from there, on any mesh
     python examples/torch_gpt.py --check                  trains on one worker too, and compares step by step
     python examples/torch_gpt.py --picture gpt.png        draws the losses, and how weights lie
 
 `GPT` is a module of plain PyTorch, and `train` is the loop of one worker: gradients of several minibatches are added
-up, and clipped by the norm of all together; the rate of AdamW falls as a cosine. `plan` says how the layers of the
-network are split over the mesh axis `model`, and samples over `data`.
+up, and clipped by the norm of all together; the rate of AdamW falls as a cosine. `parallel` says how the layers are
+split over the mesh axis `model`. Samples are split over `data`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from collections.abc import Callable
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,37 +78,32 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def plan(args: argparse.Namespace) -> dict[str, spt.Style]:
-    """How a GPT is split: its input, and the layers of these names. All else is whole on every worker."""
-    styles = {
-        "": spt.spatial(P("data")),
+def parallel(net: GPT, args: argparse.Namespace) -> nn.Module:
+    """The network on the workers of the mesh, in a body: layers of these names are split over `model`."""
+    plan = {
         "*.attention": spt.heads("model"),
         "up": spt.column("model"),
         "down": spt.row("model", sequence=1 if args.sequence else None),
         "table": spt.vocab("model"),
         "head": spt.vocab("model"),
     }
-    return styles | {"norm*": spt.sequence("model")} if args.sequence else styles
+    model = spt.parallelize(net, plan | {"norm*": spt.sequence("model")} if args.sequence else plan)
+    return spt.shard_parameters(model, "data", unit=Block) if args.shard else model
 
 
-def parallel(net: GPT, args: argparse.Namespace) -> nn.Module:
-    """The network on the workers of the mesh, in a body."""
-    return spt.parallelize(net, plan(args))
-
-
-def gradients(model: nn.Module, text: torch.Tensor, parts: int) -> torch.Tensor:
-    """Set the gradients of the mean loss over stretches of text, (samples, positions + 1), in so many parts. The loss."""
+def gradients(model: nn.Module, text: torch.Tensor, parts: int, split: Callable) -> torch.Tensor:
+    """Set the gradients of the mean loss over text, (samples, positions + 1), in so many parts. The loss."""
     model.zero_grad()
     total = torch.zeros(())
-    for x in text.chunk(parts):
-        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()) * (len(x) / len(text))
+    for x, following in ((split(part[:, :-1]), split(part[:, 1:])) for part in text.chunk(parts)):
+        loss = F.cross_entropy(model(x).flatten(0, 1), following.flatten()) * (len(x) / len(text))
         loss.backward()
         total = total + loss.detach()
     return total
 
 
-def train(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, folder: str | None = None) -> torch.Tensor:
-    """Train a network, from the last checkpoint in the folder on. The losses."""
+def train(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, split: Callable, folder: str | None = None):
+    """The losses of training a network, from the last checkpoint in the folder on. split: lays out a minibatch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     draws = torch.Generator().manual_seed(args.seed)  # every worker draws the same numbers
@@ -125,7 +121,7 @@ def train(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, folder
             for step in spmd.progress(steps, label="training"):
                 starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=draws)
                 batch = text[starts + torch.arange(args.context + 1)]
-                run["losses"][step] = gradients(model, batch, args.accumulate)
+                run["losses"][step] = gradients(model, batch, args.accumulate, split)
                 spt.clip_grad_norm_(model, args.clip)
                 optimizer.step()
                 schedule.step()
@@ -176,52 +172,44 @@ def main() -> None:
 
     def body():
         model = parallel(net, args)
-        losses = train(model, text, args, args.checkpoints)
-        return losses, spt.state_dict(model)  # of whole tensors
+        losses = train(model, text, args, lambda x: spt.put(x, P("data")), args.checkpoints)
+        layouts = {name: getattr(x, "block_layout", None) for name, x in model.named_parameters()}
+        return losses, spt.state_dict(model), layouts  # of whole tensors
 
     with spmd.Mesh(data=args.data, model=args.model) as mesh:
         say(f"{mesh}, {mesh.transport.name} transport: {sum(p.numel() for p in net.parameters())} parameters")
-        losses, state = spt.map(body, (), None)()
+        losses, state, layouts = spt.map(body, (), None)()
         if not spmd.is_main():
             return
-        losses_of_one = check(net, text, args, losses, state) if args.check else None
+        if args.check:
+            check(net, text, args, losses, state)
         net.load_state_dict(state)
         sample = continued(net, text[: args.context], args.sample, args.context)
-        written = "".join(alphabet[number] for number in sample)
-        print(f"\n{written}")
+        print("\n" + "".join(alphabet[number] for number in sample))
         if args.picture:
-            draw(args, losses, losses_of_one, written, mesh)
+            draw(args, losses, layouts)
 
 
-def check(net: GPT, text: torch.Tensor, args: argparse.Namespace, losses: torch.Tensor, state: dict) -> torch.Tensor:
-    """Train on one worker, and tell how far apart the losses and the parameters are. The losses."""
+def check(net: GPT, text: torch.Tensor, args: argparse.Namespace, losses: torch.Tensor, state: dict) -> None:
+    """Train on one worker, and tell how far apart the losses and the parameters are."""
     print("\nthe same on one worker")
-    losses_of_one = train(net, text, args)
+    losses_of_one = train(net, text, args, lambda x: x)
     apart = (losses - losses_of_one).abs().max().item()
     apart_at_last = max((state[name] - x).abs().max().item() for name, x in net.state_dict().items())
     print(f"losses of {len(losses)} steps: at most {apart:.1e} apart")
     print(f"all parameters at last: at most {apart_at_last:.1e} apart")
-    return losses_of_one
 
 
-def draw(args: argparse.Namespace, losses: torch.Tensor, losses_of_one: Any, written: str, mesh: spmd.Mesh) -> None:
-    """The losses, how two weights lie, and what the network writes."""
+def draw(args: argparse.Namespace, losses: torch.Tensor, layouts: dict) -> None:
+    """The losses, and how two weights lie."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    curve, up, down, text = figure.subplots(1, 4, width_ratios=(2, 1, 1, 2))
-    steps = range(1, len(losses) + 1)
-    if losses_of_one is not None:
-        curve.plot(steps, losses_of_one, color="lightgray", linewidth=6, label="one worker")
-    curve.plot(steps, losses, color="#D55E00", label=f"{args.data * args.model} workers")
-    curve.set(title="loss", xlabel="step")
-    curve.legend(frameon=False)
-    spmd.plot.layout(P("model"), (4 * args.width, args.width), mesh, title="up: rows", ax=up)
-    spmd.plot.layout(P(None, "model"), (args.width, 4 * args.width), mesh, title="down: columns", ax=down)
-    lines = [line[k : k + 48] for line in written.splitlines() for k in range(0, max(len(line), 1), 48)]
-    text.text(0, 1, "\n".join(lines[:16]), family="monospace", fontsize=8, va="top", parse_math=False)
-    text.set_title("what it writes")
-    text.set_axis_off()
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    curve, *places = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    curve.plot(range(1, len(losses) + 1), losses, color="#D55E00")
+    curve.set(title=f"loss, {args.data * args.model} workers", xlabel="step")
+    for name, axes in zip(("up", "down"), places, strict=True):
+        spmd.plot.layout(layouts[f"blocks.0.{name}.weight"], title=f"{name}: features out x in", ax=axes)
     figure.savefig(args.picture, dpi=120)
 
 
@@ -233,22 +221,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=int, default=2, help="workers that share a batch")
     parser.add_argument("--model", type=int, default=2, help="workers that share the layers")
     parser.add_argument("--sequence", action="store_true", help="split positions too, outside of attention")
-    parser.add_argument("--steps", type=int, default=150, help="steps of training")
-    parser.add_argument("--every", type=int, default=25, help="steps between reports, and between checkpoints")
+    parser.add_argument("--shard", action="store_true", help="split parameters over `data` too, as ZeRO-3 and FSDP")
+    parser.add_argument("--steps", type=int, default=100, help="steps of training")
+    parser.add_argument("--every", type=int, default=20, help="steps between reports, and between checkpoints")
     parser.add_argument("--batch", type=int, default=32, help="stretches of text per step")
     parser.add_argument("--accumulate", type=int, default=2, help="parts of a batch whose gradients are added up")
     parser.add_argument("--context", type=int, default=64, help="characters per stretch")
     parser.add_argument("--layers", type=int, default=2, help="blocks of attention and perceptron")
     parser.add_argument("--heads", type=int, default=4, help="of attention per block")
     parser.add_argument("--width", type=int, default=64, help="features of a character, a multiple of the heads")
-    parser.add_argument("--lr", type=float, default=0.01, help="learning rate of AdamW at first")
+    parser.add_argument("--lr", type=float, default=0.005, help="learning rate of AdamW at first")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="save there, and go on from the last checkpoint there")
     parser.add_argument("--sample", type=int, default=200, help="characters to write at the end")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of the parameters")
     parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
-    parser.add_argument("--picture", metavar="FILE", help="draw the losses, how weights lie, and what is written")
+    parser.add_argument("--picture", metavar="FILE", help="draw the losses, and how two weights lie")
     return parser.parse_args()
 
 

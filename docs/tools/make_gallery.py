@@ -81,6 +81,10 @@ ENTRIES = {
         "PyTorch: a transformer split over heads",
         "The losses of four workers lie on those of one; which worker has which heads and hidden features.",
     ),
+    "torch_gpt": Entry(
+        "PyTorch: a GPT on any mesh",
+        "The loss falls over steps; blocks of two weights, one by rows and one by columns.",
+    ),
 }
 
 

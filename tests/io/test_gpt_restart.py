@@ -42,7 +42,7 @@ def goes_on(folder: Path, *mesh: str) -> int:
 def killed(tmp_path_factory) -> Path:
     """The checkpoints of a run on two by two virtual workers that was killed."""
     folder = tmp_path_factory.mktemp("killed") / "run"
-    mesh = ("--data", "2", "--model", "2", "--sequence")
+    mesh = ("--data", "2", "--model", "2", "--sequence", "--shard")
     ended = run_python(KILLED, "0", str(KILLED_IN), *OPTIONS, "--checkpoints", folder, *mesh, PYTHONPATH=PATH)
     assert ended.returncode == -9, str(ended)
     assert "not killed" not in ended.stdout
@@ -55,6 +55,7 @@ def killed(tmp_path_factory) -> Path:
         ("--data", "3", "--model", "1"),
         pytest.param(("--data", "1", "--model", "1"), marks=pytest.mark.full),
         pytest.param(("--data", "1", "--model", "4"), marks=pytest.mark.full),
+        pytest.param(("--data", "3", "--model", "2", "--shard"), marks=pytest.mark.full),
         pytest.param(("--data", "2", "--model", "2"), marks=pytest.mark.full),
     ],
     ids=" ".join,

@@ -1,8 +1,8 @@
 """torch.func and torch.utils.checkpoint in bodies whose tensors carry their state.
 
 The transformations wrap arguments in plain tensors, and unwrap results. The functions of torch that do so are replaced
-here by functions that keep the state. A checkpoint that is reentrant, or inside hooks of saved tensors, calls its function
-a second time on plain tensors, which get the states of the first call.
+here by functions that keep the state. A checkpoint that is reentrant, or inside hooks of saved tensors, calls its
+function a second time on plain tensors, which get the states of the first call.
 """
 
 from __future__ import annotations

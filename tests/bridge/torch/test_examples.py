@@ -70,7 +70,7 @@ RUNS = {
     "gpt": (GPT, *SMALL_GPT),
 }
 SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
-SEQUENCE_GPT = (GPT, *SMALL_GPT, "--sequence")
+SHARDED_GPT = (GPT, *SMALL_GPT, "--sequence", "--shard")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -90,7 +90,7 @@ def same_under(python: str, *run) -> None:
 
 @pytest.mark.full
 @launchers
-@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE, SEQUENCE_GPT], ids=[*RUNS, "sequence", "sequence gpt"])
+@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE, SHARDED_GPT], ids=[*RUNS, "sequence", "sharded gpt"])
 def test_each_example_prints_the_same_under_each_launcher(python, run):
     same_under(python, *run)
 
@@ -190,9 +190,11 @@ def test_a_transformer_on_any_mesh(mesh, output):
 
 
 GPTS = [
-    ("--data", "2", "--model", "3", "--sequence", "--accumulate", "3", "--batch", "5"),
+    ("--data", "3", "--model", "2", "--sequence", "--accumulate", "3", "--batch", "5", "--shard"),
     ("--data", "4", "--model", "1", "--batch", "3", "--accumulate", "1"),  # one worker has no sample
     ("--data", "1", "--model", "4"),  # one worker has no head
+    ("--data", "5", "--model", "1", "--batch", "3", "--accumulate", "1", "--shard"),
+    ("--data", "2", "--model", "3", "--sequence"),
     ("--data", "1", "--model", "5", "--sequence", "--context", "3"),
     ("--data", "3", "--model", "1", "--accumulate", "9"),
     ("--data", "2", "--model", "2", "--layers", "2", "--clip", "1e9"),
@@ -215,14 +217,14 @@ def test_a_gpt_draws_its_losses_and_writes(tmp_path, output):
     path = tmp_path / "gpt.png"
     text = output(GPT, *SMALL_GPT, "--steps", "1", "--data", "2", "--model", "1", "--picture", str(path))
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    manual = text.partition("\n\n")[2].partition("\n\n")[2]
-    assert len(manual) == len('The "asse') + 9 + len("\n")
+    written = text.partition("\n\n")[2].partition("\n\n")[2]
+    assert len(written) == len('The "asse') + 9 + len("\n")
 
 
 @pytest.mark.full
 def test_a_gpt_learns(output):
     text = output(GPT, "--data", "2", "--model", "1")
-    assert float(re.search(r"step  150  loss ([\d.]+)", text)[1]) < 2.5
+    assert float(re.search(r"step  100  loss ([\d.]+)", text)[1]) < 2.7
 
 
 @pytest.mark.full
