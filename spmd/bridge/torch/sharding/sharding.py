@@ -17,6 +17,7 @@ from spmd.bridge.torch.partitioned.tensor import joined_blocks
 from spmd.bridge.torch.replicas import to_be_declared
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter, block_gradient
 from spmd.bridge.torch.sharding.functions import connect
+from spmd.bridge.torch.sharding.recomputing import RUNNING
 from spmd.bridge.torch.sharding.saved_tensors import without_wholes
 from spmd.bridge.torch.sharding.traffic import GradientSums, Wholes
 from spmd.bridge.torch.sharding.unit import Unit
@@ -139,7 +140,7 @@ class Sharding:
             self.context = context_of(worker)
 
     @contextmanager
-    def _acting(self) -> Iterator[Worker]:
+    def acting(self) -> Iterator[Worker]:
         """The worker, set as the current one; threads of torch run parts of backward."""
         worker = self.context.acting_worker()
         with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
@@ -163,7 +164,7 @@ class Sharding:
 
     def fetch(self, unit: Unit, number: int) -> torch.Tensor:
         """The whole of a parameter, for backward."""
-        with self._acting() as worker, torch.no_grad():
+        with self.acting() as worker, torch.no_grad():
             if _graph_task() < 0:  # somebody looks at what was saved
                 return self._started(worker, unit, True).wait()[number]
             self.begin_backward()
@@ -216,8 +217,8 @@ class Sharding:
     # Forward
 
     @contextmanager
-    def called(self, worker: Worker, unit: Unit) -> Iterator[None]:
-        """Inside, the module of a unit has whole parameters."""
+    def called(self, worker: Worker, unit: Unit, again: bool = False) -> Iterator[None]:
+        """Inside, the module of a unit has whole parameters. again: for a part of its forward, in backward."""
         self.bind(worker)
         call = Call(self, unit, self.summed)
         recomputed = _graph_task() >= 0
@@ -226,9 +227,10 @@ class Sharding:
             with torch.no_grad():
                 order = self.backward_order if recomputed else self.forward_order
                 data = self._gathered(worker, unit, order, recomputed) if unit.parameters else []
-            hooks = without_wholes(self) if self.reshard and torch.is_grad_enabled() else nullcontext()
-            with hooks, unit.replaced(call.wholes(worker, data)):
-                del data
+            wholes = call.wholes(worker, data)
+            del data
+            hooks = without_wholes(self) if self.reshard and torch.is_grad_enabled() and not again else nullcontext()
+            with hooks, unit.replaced(wholes), assigned(RUNNING, (*RUNNING.get(), call)):
                 yield
         finally:
             unit.depth -= 1
@@ -294,7 +296,7 @@ class Sharding:
     def _end(self, token: _Token) -> None:
         """The end of a backward."""
         try:
-            with self._acting() as worker, torch.no_grad():
+            with self.acting() as worker, torch.no_grad():
                 if self.syncing:
                     for unit in self.units:
                         if unit.accumulated:
@@ -310,7 +312,7 @@ class Sharding:
     def sum_gradients(self, call: Call, cotangents: list[torch.Tensor | None]) -> None:
         """Start to sum the cotangents of a unit's wholes, and release the wholes."""
         unit = call.unit
-        with self._acting() as worker:
+        with self.acting() as worker:
             self.begin_backward()
             if torch.is_grad_enabled():
                 raise DifferentiationError.at(
@@ -414,6 +416,17 @@ class Call:
         whole.replica = True
         if q.name in self.sharding.undeclared:
             to_be_declared(whole, self.sharding.undeclared[q.name])
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the unit has whole parameters: `torch.utils.checkpoint` computes a part of its forward again."""
+        if self.unit.depth:
+            yield
+            return
+        with self.sharding.acting() as worker:
+            self.sharding.begin_backward()
+            with self.sharding.called(worker, self.unit, again=True):
+                yield
 
     # Backward
 
