@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint inside of units: what it computes again in backward has the whole parameters of these units."""
+"""torch.utils.checkpoint inside of units: what it computes again in backward has the units' whole parameters."""
 
 from __future__ import annotations
 

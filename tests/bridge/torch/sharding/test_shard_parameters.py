@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from data_parallel_cases import drawn, on_workers, randn, share  # noqa: E402
+from launch import PROGRAMS, TORCHRUN, launch, mpiexec  # noqa: E402
 from torch import nn  # noqa: E402
 
 import spmd  # noqa: E402
@@ -123,3 +125,21 @@ def test_reductions(reduction):
     for grads in on_workers(4, main):
         for g, p in zip(grads, net.parameters(), strict=True):
             torch.testing.assert_close(g, p.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("python", "n"),
+    [
+        pytest.param(
+            sys.executable,
+            4,
+            id="mpi",
+            marks=[pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")],
+        ),
+        pytest.param(TORCHRUN, 2, id="torchrun"),
+    ],
+)
+def test_in_processes(python, n):
+    ended = launch(PROGRAMS / "torch_sharding.py", str(n), n=n, python=python, timeout=240)
+    assert ended.returncode == 0, str(ended)
+    assert ended.stdout.count("sharded modules hold") == n, str(ended)
