@@ -36,7 +36,7 @@ class _View(NamedTuple):
     number: int
     size: Any
     stride: Any
-    offset: int
+    offset: Any
 
 
 class _Packed(NamedTuple):

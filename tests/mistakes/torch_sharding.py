@@ -1,0 +1,77 @@
+"""Mistakes with modules of torch whose parameters lie split over workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mistakes import Row
+from spmd import P
+from spmd.bridge import torch as spt
+from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
+
+X = torch.arange(12.0).reshape(6, 2)
+
+
+def pair() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3))
+
+
+def sharded(use: Callable[[Any], Any] = lambda net: None, make: Callable[[], Any] = pair, **options: Any) -> Callable:
+    """A call of a function in a body with a sharded module."""
+    return lambda: spt.map(lambda: use(spt.shard_parameters(make(), "data", **options)), (), None)()
+
+
+def _left_its_body() -> None:
+    held = []
+
+    def body(x: Any) -> None:
+        held.append(spt.shard_parameters(pair(), "data"))
+
+    spt.map(body, P("data"), None)(X)
+    held[0](X)
+
+
+def _columns() -> Any:
+    return spt.parallelize(pair(), {"0": spt.column("data")})
+
+
+SHARD = "spt.shard_parameters: argument"
+
+ROWS = [
+    Row("units by a pattern that matches nothing", sharded(unit="layers.*"), StateError,
+        f"{SHARD} unit", "'layers.*', which no part of Sequential is", "'0', '1'", "print(module)"),
+    Row("units of a class that the module lacks", sharded(unit=nn.Conv2d), StateError,
+        f"{SHARD} unit", "which no part of Sequential is", "submodules, such as", "unit=None"),
+    Row("a module sharded twice", sharded(lambda net: spt.shard_parameters(net, "data")), StateError,
+        f"{SHARD} module", "Sequential, which is sharded already", "sharded once", "in the body"),
+    Row("a module of data_parallel", sharded(make=lambda: spt.data_parallel(pair(), "data")), StateError,
+        f"{SHARD} module", "a module of spt.data_parallel", "the module alone", "model.module"),
+    Row("a lazy module", sharded(make=lambda: nn.LazyLinear(3)), StateError,
+        f"{SHARD} module", "whose weight has no shape yet", "parameters with a shape", "run a forward"),
+    Row("parameters that a plan splits over the axis", sharded(make=_columns), LayoutError,
+        f"{SHARD} module", "0.weight, which lies as Layout", "'data' do not split yet", "another axis of the mesh"),
+    Row("a differentiated backward",
+        sharded(lambda net: net(X).sum().backward(create_graph=True)), DifferentiationError,
+        "a module of spt.shard_parameters", "create_graph=True", "a backward that is not differentiated",
+        "spt.data_parallel"),
+    Row("a forward outside of bodies", _left_its_body, MeshError,
+        "a module of spt.shard_parameters", "outside of any body", "spt.map(main", "spt.state_dict(model)"),
+    Row("sharded outside of bodies", lambda: spt.shard_parameters(pair(), "data"), MeshError,
+        "spt.shard_parameters", "", "a worker to be called on", "spmd.map"),
+]  # fmt: skip
+
+
+def builtin_errors() -> list[tuple[Callable, type[Exception], str]]:
+    """Calls that raise errors of Python's kinds, and words of their messages."""
+    return [
+        (sharded(prefetch=-1), ValueError, "prefetch"),
+        (sharded(reduction="avg"), ValueError, "reduction"),
+        (sharded(init="verified"), ValueError, 'init="verify"'),
+        (sharded(param_dtype=torch.int32), ValueError, "param_dtype"),
+        (sharded(unit=3), TypeError, "unit"),
+        (sharded(make=lambda: X), TypeError, "an nn.Module"),
+    ]
