@@ -95,26 +95,28 @@ def shard_parameters(
     _check_arguments(module, prefetch, reduction, init, param_dtype, reduce_dtype)
     axes = worker.mesh.names(axis_name, WHERE)
     names = _unit_names(module, unit)
-    options = {
-        "prefetch": prefetch,
-        "reshard_after_forward": reshard_after_forward,
-        "reduction": reduction,
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
-    }
+    options = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward, "reduction": reduction}
+    options |= {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     sharding = Sharding(worker, axes, options)
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
         raise _sharded_already(type(module).__name__)
     copy_module(worker, axes, module, init == "verify", WHERE)
+    if broadcast_buffers:
+        sharding.buffers = list(module.buffers())
+    _split(module, names, sharding, worker)
+    return module
+
+
+def _split(module: nn.Module, names: list[str], sharding: Sharding, worker: Worker) -> None:
+    """Replace the parameters by blocks, and let calls of units gather them."""
     if worker.tracked:
         by_id = {id(p): name for name, p in module.named_parameters()}
-        sharding.undeclared = {by_id[k]: d for k, d in differing(worker, module, axes, WHERE).items()}
-    sharding.buffers = list(module.buffers()) if broadcast_buffers else []
-    for name, parameters in _shared_out(module, names, axes, worker).items():
+        differences = differing(worker, module, sharding.axes, WHERE)
+        sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
+    for name, parameters in _shared_out(module, names, sharding.axes, worker).items():
         inner = module.get_submodule(name)
         sharding.units.append(Unit(name, inner, parameters))
         _attach(inner, sharding, sharding.units[-1])
-    return module
 
 
 # Units
