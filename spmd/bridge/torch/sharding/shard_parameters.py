@@ -20,7 +20,7 @@ from spmd.bridge.torch.module_broadcast import copy_module
 from spmd.bridge.torch.plans.parallelize import matches
 from spmd.bridge.torch.replicas import differing
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
-from spmd.bridge.torch.sharding.sharding import Sharding
+from spmd.bridge.torch.sharding.sharding import Options, Sharding
 from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.tensor import with_state
 from spmd.errors import MeshError, StateError, describe, message
@@ -55,68 +55,64 @@ def shard_parameters(
         loss.backward()  # .grad holds this worker's block of the sum
         optimizer.step()
 
-    module: this worker's own, or the result of `spt.parallelize`. Each parameter becomes a `spt.Parameter` whose layout
-    has axis_name in one more dimension, the one that `spmd.training.shard_specs` chooses. `spt.state_dict`,
-    `load_state_dict`, `spt.clip_grad_norm_`, `spmd.save` and optimisers take them so. Numbers stay whole.
-    unit: the submodules whose parameters are gathered together before its forward and released after it: classes,
-    patterns of names (`"layers.*"`, as of a plan) or a function of a name and a module. The other parameters belong to
-    the module itself, which is a unit too, and so does what two units share: a parameter belongs to the innermost unit
-    around all modules that have it.
+    module: this worker's own, or that of `spt.parallelize`. Parameters become `spt.Parameter`s, split over axis_name
+    too, as by `spmd.training.shard_specs`; numbers stay whole. Optimisers, `spt.state_dict`, `spmd.save` take them.
+    unit: the submodules whose parameters are gathered together before forward and released after it: classes, patterns
+    of names (`"layers.*"`, as of a plan) or a function of a name and a module. The module itself is a unit too, of all
+    other parameters. One that several modules share belongs to the innermost unit around them.
     prefetch: how many units are gathered ahead, while one computes, in the order of the last step; in backward too.
     reshard_after_forward: False keeps whole parameters from forward until backward has used them.
     reduction: what `.grad` holds, as for `spt.data_parallel`: "sum" of the workers' own gradients, or their "mean".
-    init: "broadcast" takes the parameters and buffers of the first worker along axis_name; "verify" raises StateError
-    where others differ.
+    init: "broadcast" takes the parameters and buffers of the first worker; "verify" raises where others differ.
     param_dtype: of the wholes, and to which floating arguments of units are cast; blocks keep theirs, as float32
     masters. reduce_dtype: in which gradients are summed; by default that of the parameter.
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker.
 
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
     again, and each unit's gradients are summed in one message per dtype while backward goes on. With prefetch=1 two
-    units are whole at a time, and those around them. If no worker's backward reaches a parameter of a unit, its `.grad`
-    stays as it is. In `with model.no_sync():` backward keeps this worker's own gradients of the wholes; the next
-    backward outside sums everything. With arguments that are global tensors split over axis_name, as of a module with
-    in_specs=P("data"), results are those of one worker, and so are gradients.
+    units are whole at a time, and those around them. In `with model.no_sync():` backward keeps this worker's own
+    gradients of the wholes; the next backward outside sums everything. If arguments are global tensors split over
+    axis_name, as by in_specs=P("data"), results and gradients are those of one worker.
     Cost: for each unit and dtype one all-gather in forward, one in backward, and one reduce-scatter.
-    Raises StateError for modules that are sharded already or have lazy parameters, and for units that match nothing;
-    DifferentiationError for backward with create_graph=True; MeshError outside of bodies.
+    Raises StateError for modules sharded already, lazy parameters and units that match nothing, DifferentiationError
+    for backward with create_graph=True, MeshError outside of bodies.
     Source: Rajbhandari et al., "ZeRO", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023.
 
         >>> def body(x):
-        ...     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-        ...     net = spt.shard_parameters(net, "data", unit=torch.nn.Linear, reduction="mean")
+        ...     net = spt.shard_parameters(torch.nn.Linear(3, 4), "data", reduction="mean")
         ...     net(x).mean().backward()
-        ...     return net[0].weight.shape, tuple(net[0].weight.block().shape), tuple(net[0].weight.grad.block().shape)
+        ...     return net.weight.shape, tuple(net.weight.block().shape), tuple(net.weight.grad.block().shape)
         >>> with spmd.Mesh(data=2):
         ...     spt.map(body, P("data"), None)(torch.ones(4, 3))
         (torch.Size([4, 3]), (2, 3), (2, 3))
     """
+    options = Options(prefetch, reshard_after_forward, reduction, param_dtype, reduce_dtype)
+    return _sharded(module, axis_name, unit, init, broadcast_buffers, options)
+
+
+def _sharded(
+    module: nn.Module, axis_name: Any, unit: Units, init: str, broadcast_buffers: bool, options: Options
+) -> nn.Module:
+    """The module, whose parameters are replaced by blocks; calls of its units gather them."""
     worker = here(WHERE)
-    _check_arguments(module, prefetch, reduction, init, param_dtype, reduce_dtype)
+    _check_arguments(module, init, options)
     axes = worker.mesh.names(axis_name, WHERE)
     names = _unit_names(module, unit)
-    options = {"prefetch": prefetch, "reshard_after_forward": reshard_after_forward, "reduction": reduction}
-    options |= {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     sharding = Sharding(worker, axes, options)
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
         raise _sharded_already(type(module).__name__)
     copy_module(worker, axes, module, init == "verify", WHERE)
     if broadcast_buffers:
         sharding.buffers = list(module.buffers())
-    _split(module, names, sharding, worker)
-    return module
-
-
-def _split(module: nn.Module, names: list[str], sharding: Sharding, worker: Worker) -> None:
-    """Replace the parameters by blocks, and let calls of units gather them."""
     if worker.tracked:
         by_id = {id(p): name for name, p in module.named_parameters()}
-        differences = differing(worker, module, sharding.axes, WHERE)
+        differences = differing(worker, module, axes, WHERE)
         sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
-    for name, parameters in _shared_out(module, names, sharding.axes, worker).items():
+    for name, parameters in _shared_out(module, names, axes, worker).items():
         inner = module.get_submodule(name)
         sharding.units.append(Unit(name, inner, parameters))
         _attach(inner, sharding, sharding.units[-1])
+    return module
 
 
 # Units
@@ -311,7 +307,7 @@ def _sharded_already(name: str) -> StateError:
     )
 
 
-def _check_arguments(module: Any, prefetch: Any, reduction: Any, init: Any, *dtypes: Any) -> None:
+def _check_arguments(module: Any, init: Any, options: Options) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             message(
@@ -323,7 +319,7 @@ def _check_arguments(module: Any, prefetch: Any, reduction: Any, init: Any, *dty
             )
         )
     for name, value, choices in (
-        ("reduction", reduction, ("sum", "mean")),
+        ("reduction", options.reduction, ("sum", "mean")),
         ("init", init, ("broadcast", "verify")),
     ):
         if value not in choices:
@@ -336,6 +332,7 @@ def _check_arguments(module: Any, prefetch: Any, reduction: Any, init: Any, *dty
                     mend=f'{name}="{closest(value, choices)}"',
                 )
             )
+    prefetch: Any = options.prefetch
     if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(
             message(
@@ -346,7 +343,8 @@ def _check_arguments(module: Any, prefetch: Any, reduction: Any, init: Any, *dty
                 mend="leave it out: 1",
             )
         )
-    for name, dtype in zip(("param_dtype", "reduce_dtype"), dtypes, strict=True):
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(options, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
                 message(

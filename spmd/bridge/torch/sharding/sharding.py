@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -28,10 +28,20 @@ from spmd.errors import DifferentiationError, MeshError
 from spmd.mesh import WORKER, Worker
 from spmd.state import state_of
 
-__all__ = ["Sharding"]
+__all__ = ["Options", "Sharding"]
 
 _engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class Options(NamedTuple):
+    """The options of `shard_parameters`."""
+
+    prefetch: int
+    reshard_after_forward: bool
+    reduction: str
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
 
 
 class _Token:
@@ -85,15 +95,15 @@ class Sharding:
     token: of the backward that runs.
     """
 
-    def __init__(self, worker: Worker, axes: tuple[str, ...], options: dict[str, Any]):
+    def __init__(self, worker: Worker, axes: tuple[str, ...], options: Options):
         self.axes = axes
         self.state = state_of(axes)
         self.context: WorkerContext = context_of(worker)
-        self.mean: bool = options["reduction"] == "mean"
-        self.prefetch: int = options["prefetch"]
-        self.reshard: bool = options["reshard_after_forward"]
-        self.param_dtype: torch.dtype | None = options["param_dtype"]
-        self.reduce_dtype: torch.dtype | None = options["reduce_dtype"]
+        self.mean: bool = options.reduction == "mean"
+        self.prefetch: int = options.prefetch
+        self.reshard: bool = options.reshard_after_forward
+        self.param_dtype: torch.dtype | None = options.param_dtype
+        self.reduce_dtype: torch.dtype | None = options.reduce_dtype
         self.undeclared: dict[Any, Any] = {}
         self.units: list[Unit] = []
         self.buffers: list[torch.Tensor] = []
