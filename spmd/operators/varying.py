@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from spmd.autodiff import tracer
+from spmd.autodiff import tracer, tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.staging.recorder import is_slot
@@ -225,6 +225,7 @@ def varying(a: Any, axis_name: str | Sequence[str]) -> Any:
     """Declare that bare data differs from worker to worker along an axis: made from `worker_index`, read from a file.
 
     a: a bare array, a number, or an array of the body (which is varied). Gives an array that varies over the axis.
+    Raises StateError for a tree of arrays.
 
         >>> def body():
         ...     return spmd.varying(np.arange(2) + 10 * spmd.worker_index("x"), "x")
@@ -234,6 +235,14 @@ def varying(a: Any, axis_name: str | Sequence[str]) -> Any:
     """
     worker = here("spmd.varying")
     state = state_of(worker.mesh.names(axis_name, "spmd.varying"))
+    if _is_tree(a):
+        raise StateError.at(
+            "spmd.varying",
+            argument="a",
+            got=f"{describe(a)}, a tree",
+            need="one array, or bare data of this worker",
+            mend=f"spmd.pvary(tree, {axis_name!r}) for what all workers have; spmd.tree.map(f, tree) for each leaf",
+        )
     if type(a) is Array:
         if a.state is None:
             raise outside("spmd.varying", a)
@@ -245,6 +254,13 @@ def varying(a: Any, axis_name: str | Sequence[str]) -> Any:
         return other.declare(a, tuple(n for n in worker.mesh.axes if n in state.varying), worker)
     bare = a if on_device(a) or is_slot(a) else np.asarray(admit(a, "spmd.varying", "a"))
     return worker.carrying(owned_block(bare, Vary(())), state)
+
+
+def _is_tree(a: Any) -> bool:
+    """Whether it is a tree of arrays; a list of numbers is data."""
+    if isinstance(a, list | tuple):
+        return any(isinstance(x, dict) for x in a) or any(type(x) is Array for x in tree.leaves(a))
+    return isinstance(a, dict)
 
 
 @api_boundary
