@@ -12,8 +12,15 @@ from spmd.training.gathered import gathered
 
 if TYPE_CHECKING:
     from spmd.training.pipelines.pipeline import pipeline
+    from spmd.training.pipelines.stage_specs import stage_specs
 
-__all__ = ["accumulate", "evaluate", "gathered", "pipeline", "shard_specs"]
+__all__ = ["accumulate", "evaluate", "gathered", "pipeline", "shard_specs", "stage_specs"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
-    __getattr__, __dir__ = lazy_attributes(__name__, {"spmd.training.pipelines.pipeline": ("pipeline",)})
+    __getattr__, __dir__ = lazy_attributes(
+        __name__,
+        {
+            "spmd.training.pipelines.pipeline": ("pipeline",),
+            "spmd.training.pipelines.stage_specs": ("stage_specs",),
+        },
+    )

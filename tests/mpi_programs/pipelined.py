@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import spmd
-from spmd import Layout, P
+from spmd import P
 
 VOCABULARY, STEPS = 7, 10
 
@@ -104,15 +104,14 @@ def trained(
     functions, params, shared = model(stages, inner)
     functions = [split_layer if f is whole_layer else f for f in functions]
 
-    def spec(stage: int, name: str, w: np.ndarray) -> Layout:
-        """All of a parameter on the workers of its stage: along one dimension the others have nothing."""
-        d = 1 if name == "down" else 0
-        cuts: list[Any] = [None] * w.ndim
-        cuts[d] = tuple(w.shape[d] if k == stage % axes["stage"] else 0 for k in range(axes["stage"]))
-        names = {"up": ("stage", "model"), "down": ("model", "stage")}.get(name, ("stage",))
-        return Layout(w.shape, P(*names), mesh.axes, cuts)
-
-    specs = [{name: spec(s, name, w) for name, w in own.items()} if stages > 1 else P() for s, own in enumerate(params)]
+    split = {"up": P(None, "model"), "down": P("model")} if inner else {}
+    if stages > 1:
+        with mesh:
+            specs = spmd.training.stage_specs(
+                params, "stage", [{name: split.get(name, P()) for name in own} for own in params]
+            )
+    else:
+        specs = [P()]
 
     def body(params, shared, tokens, targets):
         """The loss is a sum over the workers along `data`, each of which has a part of the mean."""

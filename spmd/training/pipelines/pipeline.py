@@ -276,7 +276,8 @@ def pipeline(
     of dimension 0, or a sum.
 
     Returns an object `step`: `step.value_and_grad(params, x, target)` in a body gives the loss and its gradients,
-    `step(params, x)` the output of the last stage. Parameters may be Rooted, or vary along the axis.
+    `step(params, x)` the output of the last stage. Parameters may be Rooted, or vary along the axis, as those that
+    `spmd.training.stage_specs` lays out.
     Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken.
     Raises SpecError for a schedule that does not fit, StateError where a stage uses a collective along the axis.
     Source: Huang et al., GPipe (2019); Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (2021).
