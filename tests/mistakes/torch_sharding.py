@@ -39,6 +39,19 @@ def _columns() -> Any:
     return spt.parallelize(pair(), {"0": spt.column("data")})
 
 
+def stepped(split: Callable[[Any], Any]) -> Callable:
+    """A step of training whose optimiser was made before the module was split."""
+
+    def body(x: Any) -> None:
+        net = pair()
+        optimizer = torch.optim.AdamW(net.parameters())
+        model = split(net)
+        model(x).sum().backward()
+        optimizer.step()
+
+    return lambda: spt.map(body, P(), None)(X)
+
+
 SHARD = "spt.shard_parameters: argument"
 
 ROWS = [
@@ -62,6 +75,17 @@ ROWS = [
         "a module of spt.shard_parameters", "outside of any body", "spt.map(main", "spt.state_dict(model)"),
     Row("sharded outside of bodies", lambda: spt.shard_parameters(pair(), "data"), MeshError,
         "spt.shard_parameters", "", "a worker to be called on", "spmd.map"),
+    Row("an optimiser made before its module was sharded",
+        stepped(lambda net: spt.shard_parameters(net, "data")), StateError,
+        "optimizer.step: argument params", "which the module had before spt.shard_parameters split it",
+        "the module as it is now", "model = spt.shard_parameters(...) first, then AdamW(model.parameters())"),
+    Row("an optimiser made before its module was parallelized",
+        stepped(lambda net: spt.parallelize(net, {"0": spt.column("data")})), StateError,
+        "optimizer.step: argument params", "which the module had before spt.parallelize split it",
+        "the module as it is now", "model = spt.parallelize(...) first"),
+    Row("an optimiser made before distribute_module",
+        stepped(lambda net: spt.distribute_module(net)), StateError,
+        "optimizer.step: argument params", "spt.distribute_module", "the module as it is now", "AdamW"),
 ]  # fmt: skip
 
 

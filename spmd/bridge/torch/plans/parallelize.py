@@ -15,6 +15,7 @@ from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.layouts import LayoutLike
 from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.plans.styles import Style, keep_ties, laid_out
+from spmd.bridge.torch.stale_optimizers import note_copied
 from spmd.bridge.torch.tensor_state import is_partitioned, state_of_tensor
 from spmd.errors import LayoutError, SpecError, StateError, describe
 from spmd.layout import P
@@ -67,6 +68,7 @@ def parallelize(
     here(where)
     _check(where, module, plan)
     net = copy.deepcopy(module)
+    note_copied(module, where)
     for name, inner in list(net.named_modules()):
         style = next((s for pattern, s in plan.items() if matches(pattern, name)), None)
         if style is not None:
@@ -285,6 +287,7 @@ def distribute_module(
     if mesh is not None and mesh.axes != own.axes:
         raise LayoutError.at(where, argument="mesh", got=str(mesh), need=f"{own}, that of the body", mend="mesh=None")
     net = copy.deepcopy(module)
+    note_copied(module, where)
     if partition_fn is not None:
         for name, inner in list(net.named_modules()):
             partition_fn(name, inner, own)

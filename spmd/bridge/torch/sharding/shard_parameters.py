@@ -22,6 +22,7 @@ from spmd.bridge.torch.replicas import differing
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
 from spmd.bridge.torch.sharding.sharding import Options, Sharding
 from spmd.bridge.torch.sharding.unit import Unit
+from spmd.bridge.torch.stale_optimizers import note_replaced
 from spmd.bridge.torch.tensor import with_state
 from spmd.errors import MeshError, StateError, describe, message
 from spmd.mesh import WORKER, Worker, here
@@ -174,6 +175,8 @@ def _shared_out(
         around = [u for u in names if all(not u or p == u or p.startswith(f"{u}.") for p, _, _ in places)]
         own: Any = first._parameters[name]
         q = ShardedParameter(f"{path}.{name}".lstrip("."), own, axes, worker)
+        if q.p is not own:
+            note_replaced(own, WHERE)
         q.slots = [(m, n) for _, m, n in places]
         for m, n in q.slots:
             m._parameters[n] = q.p

@@ -1,0 +1,60 @@
+"""Optimisers made before their module was split: they hold parameters that the split module does not have.
+
+A step of such an optimiser would train nothing, without a sign of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from spmd.errors import StateError, describe
+
+__all__ = ["note_copied", "note_replaced"]
+
+
+def note_replaced(parameter: Any, where: str) -> None:
+    """A parameter has been replaced in its module: no optimiser is to step it any more."""
+    parameter._spmd_replaced = where
+    _watch_steps()
+
+
+def note_copied(module: nn.Module, where: str) -> None:
+    """A split copy of a module has been made: an optimiser of the original has gradients only if that is trained."""
+    for parameter in module.parameters():
+        parameter._spmd_copied = where  # type: ignore[attr-defined]
+    _watch_steps()
+
+
+@lru_cache(maxsize=1)
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_parameters)
+
+
+def _check_parameters(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Raise for a parameter that was replaced, and where none has a gradient and one is of a module that was copied."""
+    copied, idle = None, True
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            own = vars(p)
+            if own and "_spmd_replaced" in own:
+                raise _stale(optimizer, p, own["_spmd_replaced"])
+            if own and "_spmd_copied" in own:
+                copied = p
+            idle = idle and p.grad is None
+    if idle and copied is not None:
+        raise _stale(optimizer, copied, vars(copied)["_spmd_copied"])
+
+
+def _stale(optimizer: Optimizer, parameter: Any, where: str) -> StateError:
+    return StateError.at(
+        "optimizer.step",
+        argument="params",
+        got=f"{describe(parameter)}, which the module had before {where} split it: no gradient comes to it",
+        need="parameters of the module as it is now",
+        mend=f"model = {where}(...) first, then {type(optimizer).__name__}(model.parameters())",
+    )
