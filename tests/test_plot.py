@@ -365,6 +365,52 @@ def test_a_trace_without_spans():
     assert ax.get_legend() is None
 
 
+# pipeline
+
+
+@pytest.mark.parametrize(("workers", "virtual"), [(1, 1), (4, 1), (3, 2)])
+def test_a_pipeline_has_a_box_for_each_action(tmp_path, workers, virtual):
+    """At its times, in the row of its worker, with the number of the microbatch."""
+    name = "zero_bubble" if virtual == 1 else "interleaved"
+    stages = [lambda w, x: w * x] * (workers * virtual)
+    step = spmd.training.pipeline(stages, microbatches=3, schedule=name, loss=np.mean)
+    f = spmd.map(lambda x: step.value_and_grad([2.0] * len(stages), x)[0], P(), P())
+    path = tmp_path / "trace.json"
+    with spmd.Mesh(stage=workers), spmd.profile(path):
+        f(np.ones(6))
+    ax = spmd.plot.pipeline(path)
+    actions = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "stage"]
+    first, end = min(e["ts"] for e in actions), max(e["ts"] + e["dur"] for e in actions)
+    wanted = sorted((e["tid"] - 1, (e["ts"] - first) / 1e3, e["dur"] / 1e3) for e in actions)
+    boxes_of = [(round(p.get_y() + p.get_height() / 2), p.get_x(), p.get_width()) for p in ax.patches]
+    np.testing.assert_allclose(sorted(boxes_of), wanted, atol=1e-6)
+    assert len(actions) == 3 * len(stages) * (3 if virtual == 1 else 2)
+    assert {t.get_text() for t in ax.texts} <= {"0", "1", "2"}
+    idle = 1 - sum(e["dur"] for e in actions) / (end - first) / workers
+    assert ax.get_title() == f"idle for {idle:.0%} of the time"
+    names = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert names == ["forward", "backward", "gradients of weights"][: 3 if virtual == 1 else 2]
+    colours = {p.get_facecolor() for p in ax.patches}
+    assert len(colours) == len(names) * virtual
+    own = pyplot.subplots()[1]
+    assert spmd.plot.pipeline(path, title="a", ax=own) is own
+    assert own.get_title() == "a"
+    spmd.plot.timeline(path).figure.draw_without_rendering()
+
+
+def test_a_box_of_a_pipeline_bears_its_number_where_it_fits():
+    span = {"ph": "X", "cat": "stage", "name": "forward of stage 0", "pid": 0, "tid": 1}
+    args = {"action": "forward", "stage": 0}
+    times = [(0, 1), (1, 1000), (2000, 500)]
+    trace = [
+        {**span, "ts": start, "dur": length, "args": {**args, "microbatch": k}}
+        for k, (start, length) in enumerate(times)
+    ]
+    ax = spmd.plot.pipeline(trace)
+    assert [t.get_text() for t in ax.texts] == ["1", "2"]
+    assert not collide(boxes(ax, ax.texts))
+
+
 # without Matplotlib
 
 

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from spmd.errors import LayoutError, describe
@@ -14,13 +15,13 @@ from spmd.plot.canvas import apart, legend_beside, new_axes, size_in_points
 from spmd.representations.colours import COLOURS
 from spmd.tracebacks import api_boundary
 
-__all__ = ["timeline"]
+__all__ = ["Event", "events_of", "timeline", "tracks_of"]
 
 _WHERE = "spmd.plot.timeline"
-_MAP, _STEP = "map", "step"
+_MAP, _STEP, _STAGE = "map", "step", "stage"
 
 
-class _Event(NamedTuple):
+class Event(NamedTuple):
     """A span of a track, in milliseconds from the first event."""
 
     kind: str
@@ -28,6 +29,7 @@ class _Event(NamedTuple):
     start: float
     length: float
     wait: float
+    args: Mapping[str, Any] = MappingProxyType({})
 
 
 @api_boundary
@@ -47,7 +49,7 @@ def timeline(trace: Any, *, title: str | None = None, ax: Any = None) -> Any:
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['spmd.psum', 'spmd.shift', 'waiting']
     """
-    tracks = _tracks(_events(trace))
+    tracks = tracks_of(events_of(trace, _WHERE))
     rows = len(tracks)
     ax = new_axes(_WHERE, ax, 9.0, min(12.0, 1.4 + 0.32 * max(2, rows)))
     colours = _colours(tracks)
@@ -64,7 +66,7 @@ def timeline(trace: Any, *, title: str | None = None, ax: Any = None) -> Any:
     return ax
 
 
-def _events(trace: Any) -> list[dict[str, Any]]:
+def events_of(trace: Any, where: str) -> list[dict[str, Any]]:
     """The events of a trace."""
     source = trace if isinstance(trace, Mapping | Sequence | os.PathLike) else getattr(trace, "path", None)
     if isinstance(source, str | os.PathLike):
@@ -76,16 +78,16 @@ def _events(trace: Any) -> list[dict[str, Any]]:
         source = source.get("traceEvents")
     if not isinstance(source, Sequence) or not all(isinstance(e, Mapping) for e in source):
         raise LayoutError.at(
-            _WHERE,
+            where,
             argument="trace",
             got=repr(str(trace)) if isinstance(trace, str | os.PathLike) else describe(trace),
             need="a profile that has written a file, or such a file",
-            mend='with spmd.profile("trace.json"): ..., then spmd.plot.timeline("trace.json")',
+            mend=f'with spmd.profile("trace.json"): ..., then {where}("trace.json")',
         )
     return [dict(e) for e in source]
 
 
-def _tracks(events: Sequence[dict[str, Any]]) -> dict[str, list[_Event]]:
+def tracks_of(events: Sequence[dict[str, Any]]) -> dict[str, list[Event]]:
     """The spans by the name of their track, in the order of processes and threads."""
     named = {}
     processes: dict[Any, str] = {}
@@ -99,9 +101,9 @@ def _tracks(events: Sequence[dict[str, Any]]) -> dict[str, list[_Event]]:
             processes[place[0]] = str(e["args"]["name"]).split(",")[0]
         elif e.get("ph") == "X":
             args = e.get("args") or {}
-            times = (e["ts"] - first, e.get("dur", 0.0), args.get("wait_us", 0.0))
-            spans[place].append(_Event(str(e.get("cat", "")), str(e.get("name", "")), *(t / 1e3 for t in times)))
-    tracks: dict[str, list[_Event]] = {}
+            start, length, wait = (t / 1e3 for t in (e["ts"] - first, e.get("dur", 0.0), args.get("wait_us", 0.0)))
+            spans[place].append(Event(str(e.get("cat", "")), str(e.get("name", "")), start, length, wait, args))
+    tracks: dict[str, list[Event]] = {}
     for place in sorted(spans, key=lambda p: (str(type(p[0])), p)):
         name = named.get(place, f"{place[0]}.{place[1]}")
         if name in tracks:  # the same track of another process
@@ -110,7 +112,7 @@ def _tracks(events: Sequence[dict[str, Any]]) -> dict[str, list[_Event]]:
     return tracks
 
 
-def _colours(tracks: Mapping[str, list[_Event]]) -> dict[str, str]:
+def _colours(tracks: Mapping[str, list[Event]]) -> dict[str, str]:
     """A colour for each of the functions that take the most time, and a hundredth of all at least."""
     total: dict[str, float] = defaultdict(float)
     for events in tracks.values():
@@ -126,13 +128,14 @@ _OTHERS, _BEHIND = "0.55", "0.88"
 _WAITING: dict[str, Any] = {"facecolor": "none", "edgecolor": "black", "hatch": "////", "linewidth": 0.0}
 
 
-def _draw_track(ax: Any, y: int, events: Sequence[_Event], colours: Mapping[str, str]) -> None:
+def _draw_track(ax: Any, y: int, events: Sequence[Event], colours: Mapping[str, str]) -> None:
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
     waits = []
     for event in events:
         behind = event.kind in (_MAP, _STEP)
         colour = _BEHIND if behind else colours.get(event.name, _OTHERS)
-        bars[0.8 if behind else 0.56, colour].append((event.start, event.length))
+        height = 0.8 if behind else 0.68 if event.kind == _STAGE else 0.56  # a stage is behind what it calls
+        bars[height, colour].append((event.start, event.length))
         if event.wait and not behind:
             waits.append((event.start, min(event.wait, event.length)))
     for (height, colour), spans in sorted(bars.items(), key=lambda bar: -bar[0][0]):
@@ -141,7 +144,7 @@ def _draw_track(ax: Any, y: int, events: Sequence[_Event], colours: Mapping[str,
         ax.broken_barh(waits, (y - 0.28, 0.56), **_WAITING)
 
 
-def _legend(ax: Any, tracks: Mapping[str, list[_Event]], colours: Mapping[str, str], waits: bool) -> None:
+def _legend(ax: Any, tracks: Mapping[str, list[Event]], colours: Mapping[str, str], waits: bool) -> None:
     from matplotlib.patches import Patch
 
     events = [event for events in tracks.values() for event in events]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from spmd.kernels.memory import pool
 from spmd.mesh import WORKER, Mesh
+from spmd.operators.partial_comm import whole_comm
 from spmd.transport.call import Observer, Origin
 from spmd.transport.observing import Phase, Sent
 
@@ -20,15 +21,18 @@ __all__ = ["END", "Name", "Recorder", "Total", "Track"]
 
 
 class Name(NamedTuple):
-    """What a span is. kind: "map", "step" or "kernel". name: of a map, the body and the kind of run. step: of a map."""
+    """What a span is. kind: "map", "step", "kernel" or "stage". name: of a map, the body and the kind of run; of a
+    stage of a pipeline, the kind of action and the stage. number: of a map its step, of a stage the microbatch."""
 
     kind: str
-    name: str | tuple[str, ...]
-    step: int = 0
+    name: str | tuple[Any, ...]
+    number: int = 0
 
     @property
     def text(self) -> str:
         """The name as a text."""
+        if self.kind == "stage":
+            return "{} of stage {}".format(*self.name)
         return self.name if isinstance(self.name, str) else ", ".join(map(str, self.name)) or "run"
 
 
@@ -165,8 +169,13 @@ class Recorder(Observer):
     def kernel(self, name: Name, start: float) -> None:
         """Record a kernel of the worker that runs."""
         end, worker = perf_counter(), WORKER.get()
-        track = self.program if worker is None else self._running.get(worker.comm, self.program)
+        track = self.program if worker is None else self._running.get(whole_comm(worker.comm), self.program)
         track.add(name, start, end, 0.0)
+
+    def action(self, worker: Any, kind: str, stage: int, microbatch: int, start: float) -> None:
+        """Record what a stage of a pipeline has done."""
+        track = self._running.get(whole_comm(worker.comm), self.program)
+        track.add(Name("stage", (kind, stage), microbatch), start, perf_counter(), 0.0)
 
     def _map_name(self, name: tuple[str, ...]) -> Name:
         """One object for each map and step."""

@@ -13,11 +13,11 @@ __all__ = ["ProfileRow", "merged_rows", "rows_of", "table"]
 
 
 class ProfileRow(NamedTuple):
-    """One line of a program and one operator, or one map, kernel or step. Numbers are means over the workers that have
-    it.
+    """One line of a program and one operator, or one map, stage of a pipeline, kernel or step. Numbers are means over
+    the workers that have it.
 
-    kind: "collective", "map", "kernel", "step", "torch" or "device". name: the function as users write it. line:
-    `file.py:12 in f`, and axes, operator and direction: of collectives. times: how often. seconds: that it takes;
+    kind: "collective", "map", "stage", "kernel", "step", "torch" or "device". name: the function as users write it.
+    line: `file.py:12 in f`, and axes, operator and direction: of collectives. times: how often. seconds: that it takes;
     waiting: of these the ones in which the worker waits for others; moving: the others. messages, bytes: that the
     worker sends. rate: bytes for each second of moving. share: of the seconds of all maps.
     """
@@ -86,7 +86,7 @@ def merged_rows(parts: Iterable[Sequence[Sums]]) -> list[ProfileRow]:
     return sorted(rows, key=lambda row: (_ORDER.index(row.kind), -row.seconds))
 
 
-_ORDER = ("collective", "map", "kernel", "torch", "device", "step")
+_ORDER = ("collective", "map", "stage", "kernel", "torch", "device", "step")
 
 
 _SHOWN = 20

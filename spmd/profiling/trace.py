@@ -127,7 +127,11 @@ def _grouped(track: Track) -> Iterator[tuple[Name | Sent, list[Phase]]]:
 
 
 def _span(name: Name, start: float, end: float, waited: float, place: dict[str, int], micros: Any) -> dict[str, Any]:
-    args = {"step": name.step, "wait_us": _duration(waited)} if name.kind == "map" else {}
+    args: dict[str, Any] = {}
+    if name.kind == "map":
+        args = {"step": name.number, "wait_us": _duration(waited)}
+    elif name.kind == "stage":
+        args = {"action": name.name[0], "stage": name.name[1], "microbatch": name.number}
     head = {"ph": "X", "name": name.text, "cat": name.kind, **place}
     return {**head, "ts": micros(start), "dur": _duration(end - start), "args": args}
 

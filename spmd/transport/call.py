@@ -95,6 +95,9 @@ class Observer:
         """A kernel, or a function of NumPy, has run until now. name: an object that stands for it; start: as
         `time.perf_counter` counts."""
 
+    def action(self, worker: Any, kind: str, stage: int, microbatch: int, start: float) -> None:
+        """A stage of a pipeline has worked on a microbatch until now. kind: "forward", "backward" or "weight"."""
+
     def run(self, worker: Any, name: Sequence[str], body: Callable[[Any], Any]) -> Any:
         """Run the body of a map on a worker. name: the body, and the kind of run."""
         return body(worker)

@@ -94,6 +94,15 @@ ROWS = [
         "spmd.plot.timeline(",
     ),
     Row(
+        "a picture of a pipeline that does not run",
+        lambda: spmd.plot.pipeline([]),
+        LayoutError,
+        "spmd.plot.pipeline: argument trace",
+        "a trace in which no pipeline runs",
+        "one of a program that calls spmd.training.pipeline or spt.pipeline",
+        "spmd.plot.pipeline(",
+    ),
+    Row(
         "a print of a worker that does not exist",
         lambda: run(lambda x: spmd.debug.print(x, only=4), out=None),
         MeshError,

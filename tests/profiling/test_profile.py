@@ -14,6 +14,7 @@ import spmd
 from spmd import P, kernels
 from spmd.autodiff import array_methods
 from spmd.errors import SpecError
+from spmd.training.pipelines.schedules import schedule_of
 from spmd.transport.call import LEDGERS
 from tests.profiling.trace_format import collectives, read_trace
 
@@ -328,3 +329,31 @@ def test_a_ledger_has_one_row_for_each_line_of_global_arrays(scheduler):
     assert all(row.times > 0 and "test_profile.py" in row.line for row in rows)
     assert len({(row.line, row.operator, row.axes, row.direction) for row in rows}) == len(rows)
     assert sum(row.times for row in rows) == sum(log.operators.values())
+
+
+@pytest.mark.parametrize("scheduler", ["lockstep", "threads"])
+def test_a_pipeline_shows_the_actions_of_its_stages(tmp_path, scheduler):
+    """On the tracks of their workers, in the order of the schedule, with the kernels and collectives in them."""
+
+    def stage(w, x):
+        return x @ w + spmd.pmean(np.mean(x), "x")
+
+    mean = lambda y: spmd.pmean(np.mean(y), "x")
+    step = spmd.training.pipeline([stage] * 3, microbatches=4, schedule="1f1b", loss=mean)
+    body = spmd.map(lambda x: step.value_and_grad([np.eye(3)] * 3, x)[0], in_specs=P("x"), out_specs=P())
+    with spmd.Mesh(stage=3, x=2, transport="local", scheduler=scheduler), spmd.profile(tmp_path / "a.json") as profile:
+        body(np.concatenate([X, X[:1]]))
+    events = read_trace(tmp_path / "a.json")["traceEvents"]
+    for w in range(6):
+        own = [e for e in events if e.get("cat") == "stage" and e["tid"] == 1 + w]
+        found = [(e["args"]["action"], e["args"]["stage"], e["args"]["microbatch"]) for e in own]
+        assert found == [tuple(a) for a in schedule_of("1f1b", 3, 4).actions[w // 2]]
+        assert own[0]["name"] == f"forward of stage {w // 2}"
+        kernels = [e for e in events if e.get("cat") == "kernel" and e["tid"] == 1 + w]
+        assert kernels
+        for e in kernels:
+            assert any(a["ts"] <= e["ts"] and e["ts"] + e["dur"] <= a["ts"] + a["dur"] + 1e-3 for a in own)
+    rows = {row.name: row for row in profile.rows() if row.kind == "stage"}
+    assert {*rows} == {f"{kind} of stage {s}" for kind in ("forward", "backward") for s in range(3)}
+    assert all((row.workers, row.times) == (2, 4) for row in rows.values())
+    assert "forward of stage 2" in str(profile)

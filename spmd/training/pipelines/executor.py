@@ -6,10 +6,14 @@ moves values between workers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 
+from spmd.mesh import WORKER
 from spmd.training.pipelines.exchange import Exchange
 from spmd.training.pipelines.schedules import Action, Schedule, Transfer
+from spmd.transport.call import LEDGERS
 
 __all__ = ["Execution", "Stages"]
 
@@ -69,20 +73,33 @@ class Execution:
     def _act(self, action: Action) -> None:
         kind, stage, k = action
         if kind == "weight":
-            self.stages.weight(stage, k, self.kept.pop(action))
+            self._observed(action, self.stages.weight, self.kept.pop(action))
             return
         value = self._taken(action)
         if kind == "forward":
-            result, later = self.stages.forward(stage, k, value)
+            result, later = self._observed(action, self.stages.forward, value)
             if later is not None:
                 self.kept[Action("backward", stage, k)] = later
         else:
-            result, later = self.stages.backward(stage, k, self.kept.pop(action), value)
+            result, later = self._observed(action, self.stages.backward, self.kept.pop(action), value)
             if self.schedule.splits_backward:
                 self.kept[Action("weight", stage, k)] = later
         del value, later
         self.most = max(self.most, len(self.kept))
         self._give(action, result)
+
+    def _observed(self, action: Action, work: Callable[..., Any], *args: Any) -> Any:
+        """What the stages do in an action, whose time observers see."""
+        kind, stage, k = action
+        observers = LEDGERS.get()
+        if not observers:
+            return work(stage, k, *args)
+        start = perf_counter()
+        try:
+            return work(stage, k, *args)
+        finally:
+            for observer in observers:
+                observer.action(WORKER.get(), kind, stage, k, start)
 
     def _taken(self, action: Action) -> Any:
         """The value that an action takes from another stage."""
