@@ -37,6 +37,7 @@ from spmd.bridge.torch.global_tensors import GlobalTensor
 from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
+from spmd.bridge.torch.pipelines.pipeline import Pipeline, pipeline
 from spmd.bridge.torch.plans import (
     PlanReport,
     Style,
@@ -72,6 +73,7 @@ __all__ = [
     "GradScaler",
     "Parameter",
     "PartitionedTensor",
+    "Pipeline",
     "PlanReport",
     "ShardedModule",
     "ShardedTensor",
@@ -90,6 +92,7 @@ __all__ = [
     "nn",
     "operator",
     "parallelize",
+    "pipeline",
     "plan_report",
     "put",
     "row",

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.gradient_sync import GradientSync
 from spmd.bridge.torch.module_broadcast import WHERE
+from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest
@@ -148,8 +149,9 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.init = init
         self.overlap = overlap
-        self._sync: GradientSync | None = GradientSync(self, worker)
-        self._sync.equalize(worker, verify=init == "verify")
+        with uneven_calls(worker, bool(self.varying)):
+            self._sync: GradientSync | None = GradientSync(self, worker)
+            self._sync.equalize(worker, verify=init == "verify")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         worker = WORKER.get()
@@ -199,6 +201,14 @@ class DataParallel(nn.Module):
             yield
         finally:
             sync.syncing = outer
+
+    def sums_now(self) -> bool:
+        """Whether backward sums gradients: False under `no_sync`."""
+        return self._sync_of(here(f"a pipeline of {WHERE}")).syncing
+
+    def sum_gradients(self) -> None:
+        """Sum what backward under `no_sync` has left in `.grad`."""
+        self._sync_of(here(f"a pipeline of {WHERE}")).sum_unsynced()
 
     # The names of the module
 

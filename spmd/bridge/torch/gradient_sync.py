@@ -33,11 +33,13 @@ from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.split_gradients import finish_earlier, start_reduce_scatter, store_part
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
+from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of, device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import WORKER, Worker
-from spmd.state import state_of
+from spmd.operators.at_root import root_axes
+from spmd.state import State, state_of
 from spmd.transport.call import LEDGERS
 from spmd.transport.observing import origin_of
 
@@ -81,6 +83,7 @@ class GradientSync:
         self.axes: tuple[str, ...] = model.axis_name
         self.state = state_of((*self.axes, *model.varying))
         self.undeclared: dict[int, Difference] = {} if former is None else former.undeclared
+        self.uneven = bool(model.varying)
         self.size = worker.group(self.axes).size
         self.mean = model.reduction == "mean"
         self.overlap = model.overlap
@@ -245,18 +248,19 @@ class GradientSync:
             yield
             return
         varied_by_id: dict[int, Any] = {}
+        state = state_of(self.state.varying.difference(root_axes(worker)))
         swapped: list[tuple[dict[str, Any], str, Any, Any]] = []
         try:
             for owner, name, p in self.entries:
                 if owner.get(name) is p:
                     if id(p) not in varied_by_id:
-                        varied_by_id[id(p)] = self._varied_parameter(p)
+                        varied_by_id[id(p)] = self._varied_parameter(p, state)
                     owner[name] = varied_by_id[id(p)]
                     swapped.append((owner, name, owner[name], p))
             for owner, name in self.statistics:
                 b = owner.get(name)
                 if b is not None:
-                    owner[name] = with_state(b, self.state)
+                    owner[name] = with_state(b, state)
                     swapped.append((owner, name, owner[name], b))
             yield
         finally:
@@ -264,8 +268,8 @@ class GradientSync:
                 if owner.get(name) is varied:
                     owner[name] = original
 
-    def _varied_parameter(self, p: Any) -> Any:
-        varied: Any = p.varied(self.state) if is_partitioned(p) else with_state(p, self.state)
+    def _varied_parameter(self, p: Any, state: State) -> Any:
+        varied: Any = p.varied(state) if is_partitioned(p) else with_state(p, state)
         varied.replica = True
         if id(p) in self.undeclared:
             to_be_declared(varied, self.undeclared[id(p)])
@@ -413,8 +417,8 @@ class GradientSync:
         try:
             if self.begun:
                 order = self.order
-                self._finish()
-                with self._acting() as worker, torch.no_grad():
+                with self._acting() as worker, torch.no_grad(), uneven_calls(worker, self.uneven):
+                    self._finish()
                     if self.buffers:
                         copy_first(worker, self.axes, self.buffers, "buffers")
                     if not self.order_agreed:
@@ -423,6 +427,13 @@ class GradientSync:
             if self.begun:
                 self._abort()
             self.token = None
+
+    def sum_unsynced(self) -> None:
+        """Sum what backward under `no_sync` has left in `.grad`, as the end of a backward does."""
+        with self._acting() as worker, torch.no_grad():
+            self._finish()
+            if self.buffers:
+                copy_first(worker, self.axes, self.buffers, "buffers")
 
     def _finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and store them in `.grad`."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from spmd.bridge.torch.shards import Shard, gather_parts
 from spmd.bridge.torch.tensor_state import gradient_sync_of, is_partitioned, local_data, state_of_tensor
+from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.errors import StateError, describe, message
 from spmd.mesh import Worker, here
 from spmd.tracebacks import api_boundary
@@ -145,7 +146,8 @@ class ShardedOptimizer(Optimizer):
             for shard, part in stepped:
                 if not shard.is_split and part.dtype is not shard.p.dtype:
                     local_data(shard.p).copy_(part)
-            gather_parts(worker, self._shard_axes, [each for each in stepped if each[0].is_split])
+            with uneven_calls(worker, worker.group(self._shard_axes).size < worker.mesh.size):
+                gather_parts(worker, self._shard_axes, [each for each in stepped if each[0].is_split])
         return loss
 
     def _check_synced(self) -> None:

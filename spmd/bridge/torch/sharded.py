@@ -32,7 +32,7 @@ from spmd.operators.base import named
 from spmd.operators.sums import Sum
 from spmd.tracebacks import api_boundary
 
-__all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "state_dict"]
+__all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "norm_of_gradients", "over_workers", "state_dict"]
 
 _saves_whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
 """Whether `state_dict` holds whole tensors in place of blocks."""
@@ -258,27 +258,43 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
         raise StateError.at(
             "spt.grad_norm", argument="norm_type", got=repr(norm_type), need="a number above 0", mend="2.0"
         )
+    roots = [modules] if isinstance(modules, nn.Module) else list(modules)
+    with torch.no_grad():
+        parts = [m.norm_of_stages(p) for m in roots if hasattr(m, "norm_of_stages")]
+        others = [m for m in roots if not hasattr(m, "norm_of_stages")]
+        if others or not parts:
+            parts.append(norm_of_gradients(_parameters(others), p))
+        if len(parts) == 1:
+            return parts[0]
+        largest = p == float("inf")
+        total = _combined([part if largest else part**p for part in parts], largest)
+        return total if largest else total ** (1 / p)
+
+
+def norm_of_gradients(parameters: Iterable[nn.Parameter], p: float) -> torch.Tensor:
+    """The p-norm of the gradients of parameters."""
     largest = p == float("inf")
     device = device_of(WORKER.get())
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for parameter in _parameters(modules):
-            placement = parameter._placement if isinstance(parameter, PartitionedTensor) else None
-            g = parameter.grad
-            part = parts.setdefault(() if placement is None else tuple(placement.layout.axes), [])
-            if g is None:
-                continue
-            g = plain(g).detach() if placement is None else split_like(g, placement)._block
-            if not g.numel() or (placement is not None and placement.layout.owners[placement.index] != placement.index):
-                continue
-            if g.dtype not in (torch.float64, torch.complex128):
-                g = g.to(torch.complex64 if g.is_complex() else torch.float32)
-            norm = torch.linalg.vector_norm(g, p).to(device, torch.float64)
-            part.append(norm if largest else norm**p)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        totals = [_over_workers(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
-        total = _combined([zero, *totals], largest)
-        return total if largest else total ** (1 / p)
+    for parameter in parameters:
+        placement = parameter._placement if isinstance(parameter, PartitionedTensor) else None
+        g = parameter.grad
+        if placement is None and isinstance(g, PartitionedTensor):  # split by `spt.shard_optimizer`
+            placement = g._placement
+        part = parts.setdefault(() if placement is None else tuple(placement.layout.axes), [])
+        if g is None:
+            continue
+        g = plain(g).detach() if placement is None else split_like(g, placement)._block
+        if not g.numel() or (placement is not None and placement.layout.owners[placement.index] != placement.index):
+            continue
+        if g.dtype not in (torch.float64, torch.complex128):
+            g = g.to(torch.complex64 if g.is_complex() else torch.float32)
+        norm = torch.linalg.vector_norm(g, p).to(device, torch.float64)
+        part.append(norm if largest else norm**p)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    totals = [over_workers(axes, _combined([zero, *part], largest), largest) for axes, part in parts.items()]
+    total = _combined([zero, *totals], largest)
+    return total if largest else total ** (1 / p)
 
 
 def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
@@ -286,7 +302,7 @@ def _combined(parts: list[torch.Tensor], largest: bool) -> torch.Tensor:
     return stacked.amax() if largest else stacked.sum()
 
 
-def _over_workers(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
+def over_workers(axes: tuple[str, ...], part: torch.Tensor, largest: bool) -> torch.Tensor:
     """The sum, or the largest, of the numbers of all workers along some axes."""
     if not axes:
         return part

@@ -1,0 +1,1 @@
+"""Pipelines of modules: `spt.pipeline`, and `spt.split_stages`."""
