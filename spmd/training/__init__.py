@@ -9,12 +9,13 @@ from spmd.optim.sharding import shard_specs
 from spmd.training.accumulation import accumulate
 from spmd.training.evaluation import evaluate
 from spmd.training.gathered import gathered
+from spmd.training.stage_costs import split_stages
 
 if TYPE_CHECKING:
     from spmd.training.pipelines.pipeline import pipeline
     from spmd.training.pipelines.stage_specs import stage_specs
 
-__all__ = ["accumulate", "evaluate", "gathered", "pipeline", "shard_specs", "stage_specs"]
+__all__ = ["accumulate", "evaluate", "gathered", "pipeline", "shard_specs", "split_stages", "stage_specs"]
 
 if not TYPE_CHECKING:  # Type checkers report misspelt names themselves.
     __getattr__, __dir__ = lazy_attributes(

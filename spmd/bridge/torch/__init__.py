@@ -38,6 +38,7 @@ from spmd.bridge.torch.mapping import map
 from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
 from spmd.bridge.torch.pipelines.pipeline import Pipeline, pipeline
+from spmd.bridge.torch.pipelines.splitting import split_stages
 from spmd.bridge.torch.plans import (
     PlanReport,
     Style,
@@ -100,6 +101,7 @@ __all__ = [
     "shard_optimizer",
     "shard_parameters",
     "spatial",
+    "split_stages",
     "state_dict",
     "tie",
     "vocab",

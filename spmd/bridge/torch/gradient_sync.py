@@ -418,9 +418,7 @@ class GradientSync:
             if self.begun:
                 order = self.order
                 with self._acting() as worker, torch.no_grad(), uneven_calls(worker, self.uneven):
-                    self._finish()
-                    if self.buffers:
-                        copy_first(worker, self.axes, self.buffers, "buffers")
+                    self.sum_unsynced()
                     if not self.order_agreed:
                         self._agree_order(worker, order)
         finally:
@@ -429,7 +427,7 @@ class GradientSync:
             self.token = None
 
     def sum_unsynced(self) -> None:
-        """Sum what backward under `no_sync` has left in `.grad`, as the end of a backward does."""
+        """Finish the sums, also of what backward under `no_sync` has left in `.grad`."""
         with self._acting() as worker, torch.no_grad():
             self._finish()
             if self.buffers:

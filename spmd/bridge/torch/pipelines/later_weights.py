@@ -1,9 +1,9 @@
 """The backward of a stage in two parts: first the gradient of its input, later those of its parameters.
 
-The nodes of a graph that lead to the input form the path that the first part takes. A node on it that leads to parameters
-beside it, such as a product of the input and a weight, is a fork: what arrives there is kept, and the second part starts
-from the forks. So nothing on the path is computed twice. Where a parameter is reached from several forks, the second
-part goes through the whole graph again.
+The nodes of a graph that lead to the input form the path that the first part takes. A node on it that leads to
+parameters beside it, such as a product of the input and a weight, is a fork: what arrives there is kept, and the second
+part starts from the forks. So nothing on the path is computed twice. Where a parameter is reached from several forks,
+the second part goes through the whole graph again.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (2023).
 """

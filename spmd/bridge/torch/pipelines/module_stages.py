@@ -125,7 +125,7 @@ class ModuleStages:
         if gradient is None:
             gradients: list[Any] = [None] * len(edges)
         else:
-            given = [g for g in _gradients(gradient)]
+            given = _gradients(gradient)
             edges = [edge for edge, g in zip(edges, given, strict=True) if g is not None]
             gradients = [g for g in given if g is not None]
         later = None

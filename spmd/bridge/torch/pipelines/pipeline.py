@@ -220,7 +220,7 @@ class _Step:
 
     @contextmanager
     def _own_gradients(self, syncs: list[Any]) -> Iterator[None]:
-        """Inside, `spt.data_parallel` sends nothing. syncs: filled with the modules whose gradients are to be summed."""
+        """Inside, `spt.data_parallel` sends nothing. syncs: filled with the modules that are to sum their gradients."""
         with ExitStack() as stack:
             for module in self.pipeline.modules():
                 if isinstance(module, DataParallel):

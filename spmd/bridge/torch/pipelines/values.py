@@ -1,7 +1,7 @@
-"""What goes from stage to stage: tensors in tuples, lists and dicts, which of them need gradients, and messages of these.
+"""What goes from stage to stage: tensors in tuples, lists and dicts, and messages of these.
 
-Tensors enter a stage as results of one node of autograd, `_Enter`. So a stage may write to them in place, as to those of
-a layer before, and the gradients of all of them arrive in one place.
+Tensors enter a stage as results of one node of autograd, `_Enter`. So a stage may write to them in place, as to those
+of a layer before, and the gradients of all of them arrive in one place.
 """
 
 from __future__ import annotations

@@ -134,13 +134,8 @@ def test_gradients_of_the_input_and_inference():
     (want[0] * want[1]).sum().backward()
 
     def body(x):
-        step = spt.pipeline(
-            Pair(spt.worker_index("stage")),
-            "stage",
-            microbatches=2,
-            loss=lambda y: (y[0] * y[1]).sum(),
-            reduction="sum",
-        )
+        stage, loss = Pair(spt.worker_index("stage")), lambda y: (y[0] * y[1]).sum()
+        step = spt.pipeline(stage, "stage", microbatches=2, loss=loss, reduction="sum")
         loss, of_x = step.backward(x, of_input=True)
         assert isinstance(of_x, spmd.operators.root.Rooted)
         outputs = step(x)
