@@ -309,6 +309,10 @@ INSTEAD: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             ("FullyShardedDataParallel", "FSDP", "fully_shard"), "spt.shard_parameters(model, axis_name, unit=Block)"
         ),
+        **dict.fromkeys(
+            ("GPipe", "Pipe", "PipelineStage", "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"),
+            "spt.pipeline(stages, axis_name, schedule=...)",
+        ),
         "ZeroRedundancyOptimizer": "spt.shard_optimizer(optimizer, axis_name)",
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",

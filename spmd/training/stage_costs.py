@@ -34,7 +34,7 @@ def costs_of(layers: Sequence[Any], cost: Any, where: str) -> list[float]:
     """The cost of each layer, as numbers."""
     if cost is None:
         return [1.0] * len(layers)
-    costs = [cost(layer) for layer in layers] if callable(cost) else [*cost]
+    costs: list[Any] = [cost(layer) for layer in layers] if callable(cost) else [*cost]
     if len(costs) != len(layers) or not all(isinstance(c, int | float) and 0 <= c < math.inf for c in costs):
         raise SpecError.at(
             where,

@@ -42,6 +42,13 @@ class Pipeline(nn.Module):
 
     A module with this worker's stages. `step.backward(x, target)` adds gradients to their parameters, `step(x)` is
     inference. most: the most microbatches of which the latest step kept activations at a time.
+
+        >>> def body(x):
+        ...     step = spt.pipeline(torch.nn.Tanh(), "stage", microbatches=3)
+        ...     return step(x)
+        >>> with spmd.Mesh(stage=2):
+        ...     spt.map(body, P(), P())(torch.zeros(5))
+        tensor([0., 0., 0., 0., 0.])
     """
 
     def __init__(
@@ -320,10 +327,10 @@ def pipeline(
         ...     for stage in stages:
         ...         torch.nn.init.ones_(stage.weight)
         ...     step = spt.pipeline(stages, "stage", microbatches=2, loss=torch.mean)
-        ...     return step.backward(x), spt.psum(next(step.parameters()).grad[0, 0], "stage")
+        ...     return step.backward(x), spt.grad_norm(step)
         >>> with spmd.Mesh(stage=2):
         ...     spt.map(body, P(), P())(torch.ones(4, 2))
-        (tensor(4.), tensor(2.))
+        (tensor(4.), tensor(2.8284, dtype=torch.float64))
     """
     if reduction not in ("mean", "sum"):
         raise SpecError.at(WHERE, argument="reduction", got=repr(reduction), need='"mean" or "sum"', mend='"mean"')

@@ -104,13 +104,13 @@ def _costs(layers: Sequence[nn.Module], cost: str, sample: Any) -> list[float]:
 def _run(layer: nn.Module, x: Any) -> Any:
     """The result of a forward and a backward, which leave gradients and buffers as they were."""
     own = {name: b.clone() for name, b in layer.named_buffers()}
-    leaf = lambda t: t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
+    leaf = lambda t: t.detach().requires_grad_(t.is_floating_point()).clone() if isinstance(t, torch.Tensor) else t
     with torch.enable_grad():
         y = torch.func.functional_call(layer, own, (tree.map(leaf, x),))
         ends = [t for t in tree.leaves(y) if isinstance(t, torch.Tensor) and t.requires_grad]
         inputs = [p for p in layer.parameters() if p.requires_grad]
         if ends and inputs:
-            torch.autograd.grad([t.sum() for t in ends], inputs, allow_unused=True)
+            torch.autograd.grad([t.real.sum() for t in ends], inputs, allow_unused=True)
     return tree.map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, y)
 
 
