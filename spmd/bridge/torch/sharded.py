@@ -260,8 +260,9 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
         )
     roots = [modules] if isinstance(modules, nn.Module) else list(modules)
     with torch.no_grad():
-        parts = [m.norm_of_stages(p) for m in roots if hasattr(m, "norm_of_stages")]
-        others = [m for m in roots if not hasattr(m, "norm_of_stages")]
+        pipelines: list[Any] = [m for m in roots if hasattr(m, "norm_of_stages")]
+        parts = [m.norm_of_stages(p) for m in pipelines]
+        others = [m for m in roots if m not in pipelines]
         if others or not parts:
             parts.append(norm_of_gradients(_parameters(others), p))
         if len(parts) == 1:
