@@ -15,14 +15,14 @@ from spmd.operators.root import Rooted
 __all__ = ["joined", "length_of", "microbatches_of", "weights_of"]
 
 
-def length_of(batch: Any, argument: str) -> int:
+def length_of(batch: Any, argument: str, where: str = "spmd.training.pipeline") -> int:
     """The length of the first dimension of all arrays of a batch."""
     leaves = tree.flatten(batch)[0]
     shapes = [leaf.shape if type(leaf) is Rooted else np.shape(leaf) for leaf in leaves]
     lengths = {shape[0] if shape else -1 for shape in shapes}
     if len(lengths) != 1 or -1 in lengths:
         raise LayoutError.at(
-            "spmd.training.pipeline",
+            where,
             argument=argument,
             got=", ".join(map(describe, leaves)) or repr(batch),
             need="arrays of one length in dimension 0, along which they are cut into microbatches",

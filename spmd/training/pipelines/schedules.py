@@ -216,13 +216,14 @@ SCHEDULES: dict[str, Callable[[int, int, int], Lists]] = {
 
 
 @lru_cache(maxsize=64)
-def schedule_of(name: str, workers: int, microbatches: int, virtual: int = 1) -> Schedule:
+def schedule_of(
+    name: str, workers: int, microbatches: int, virtual: int = 1, where: str = "spmd.training.pipeline"
+) -> Schedule:
     """The schedule of this name for so many workers, microbatches, and stages on each worker.
 
     Raises SpecError for another name, for less than one of them, and for several stages on each worker in a schedule
     other than "interleaved".
     """
-    where = "spmd.training.pipeline"
     if name not in SCHEDULES:
         raise SpecError.at(
             where, argument="schedule", got=repr(name), need=f"one of {', '.join(map(repr, SCHEDULES))}", mend='"1f1b"'

@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mistakes import refused, torch_optimizers, torch_sharding, torch_tensors
+from mistakes import refused, torch_optimizers, torch_pipelines, torch_sharding, torch_tensors
 
 import spmd
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 
-ROWS = [*torch_tensors.ROWS, *torch_optimizers.ROWS, *torch_sharding.ROWS]
+ROWS = [*torch_tensors.ROWS, *torch_optimizers.ROWS, *torch_pipelines.ROWS, *torch_sharding.ROWS]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -22,6 +22,7 @@ from spmd.bridge.torch.sharded import norm_of_gradients, over_workers
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.bridge.torch.uneven_calls import uneven_calls
+from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import SpecError, StateError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.at_root import LoneWorker
@@ -66,7 +67,7 @@ class Pipeline(nn.Module):
         self.axis_name = worker.mesh.names(axis_name, WHERE)
         group = worker.group(self.axis_name)
         modules = self._own_stages(stages, group)
-        self.schedule = schedule_of(schedule, group.size, microbatches, self.n_stages // group.size)
+        self.schedule = schedule_of(schedule, group.size, microbatches, self.n_stages // group.size, WHERE)
         self.stages = nn.ModuleDict({str(k): m for k, m in modules.items()})
         self.loss, self.reduction, self.most = loss, reduction, 0
         self.ties = [Tie(holders, modules, self.schedule, self.axis_name) for holders in tied]
@@ -119,8 +120,9 @@ class Pipeline(nn.Module):
         """The loss of a batch, whose gradients are added to `.grad` of the parameters of all stages.
 
         x: the batch, tensors cut along dimension 0; the first worker takes it. target: what the last one gives to the
-        loss, cut alike; None: the loss gets the output alone. scale: of what backward starts from, as `scaler.scale`;
-        the loss is returned without it. of_input: return the gradient of x too, as Rooted values at the first worker.
+        loss, cut alike; None: the loss gets the output alone. scale: of what backward starts from, as `scaler.scale`,
+        called on all workers; the loss is returned without it. of_input: return the gradient of x too, as Rooted values
+        at the first worker.
         Forward: the mean or the sum over microbatches of loss(stage_n(... stage_0(x)), target); the same on all workers
         of the axis, without history.
         Cost: a message from stage to stage for each microbatch, forward and back; one broadcast of the loss. Gradients
@@ -130,10 +132,14 @@ class Pipeline(nn.Module):
             raise SpecError.at(
                 WHERE, argument="loss", got="None", need="the loss of the last stage's output", mend="loss=f"
             )
+        if not of_input:
+            _check_data(x)
         step = _Step(self, x, target)
         step.stages.learns, step.stages.differentiates_input = True, of_input
         step.stages.splits_backward = self.schedule.splits_backward
         step.stages.loss, step.stages.scale = self.loss, scale
+        if scale is not None and str(self.n_stages - 1) not in self.stages:
+            scale(torch.zeros((), device=device_of(step.worker)))  # A scaler begins with its first loss.
         step.run()
         total = step.stages.total
         value = step.from_last(None if total is None else Value(0, [total], [False]))
@@ -177,7 +183,7 @@ class _Step:
             LoneWorker(self.worker, self.names, self._refused),
         )
         self.x = x
-        sizes, stages.weights = weights_of(length_of(x, "x"), self.schedule.microbatches, pipeline.reduction)
+        sizes, stages.weights = weights_of(length_of(x, "x", WHERE), self.schedule.microbatches, pipeline.reduction)
         stages.inputs = microbatches_of(self._own(x), sizes)
         stages.targets = [None] * len(sizes) if target is None else microbatches_of(self._own(target), sizes)
         generator = worker_generator()
@@ -270,6 +276,19 @@ class _Step:
                 block = torch.cat([found[m].tensors[place] for m in sorted(found)])
             result[k] = Rooted(block, tuple(leaf.shape), array_dtype(dtype), self.names, 0)
         return tree.unflatten(treedef, result)
+
+
+def _check_data(x: Any) -> None:
+    """Raise StateError for a batch whose gradient is wanted and would be lost."""
+    for leaf in tree.leaves(x):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise StateError.at(
+                WHERE,
+                argument="x",
+                got=f"{describe(leaf)}, which is differentiated",
+                need="data, or of_input=True: what a stage computes belongs to no graph of the body",
+                mend="loss, gradient = step.backward(x, target, of_input=True); x.detach() if it is data",
+            )
 
 
 def _dtype_of(leaf: Any) -> torch.dtype:

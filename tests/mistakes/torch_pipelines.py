@@ -1,0 +1,147 @@
+"""Mistakes with pipelines of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import spmd
+from mistakes import Row
+from spmd import P
+from spmd.bridge import torch as spt
+from spmd.errors import LayoutError, SpecError, StateError
+
+WHERE = "spt.pipeline: argument "
+X = torch.ones(4, 2)
+
+
+def made(
+    stages: Any = None, use: Callable[[Any, torch.Tensor], Any] | None = None, **options: Any
+) -> Callable[[], Any]:
+    """A pipeline of two workers, and its use."""
+
+    def body(x: torch.Tensor) -> None:
+        own = [nn.Linear(2, 2), nn.Linear(2, 2)] if stages is None else stages()
+        step = spt.pipeline(own, "stage", **{"microbatches": 2, "loss": torch.mean, **options})
+        (use or (lambda step, x: step.backward(x)))(step, x)
+
+    return lambda: spt.map(body, P(), None, mesh=spmd.Mesh(stage=2))(X)
+
+
+class Summed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return spt.psum(spt.pvary(x, "stage"), "stage")
+
+
+class Named(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {x.shape: x}
+
+
+ROWS = [
+    Row(f"pipeline: {name}", call, error, WHERE + argument, got, need, mend)
+    for name, call, error, argument, got, need, mend in (
+        (
+            "three stages on two workers",
+            made(lambda: [nn.Linear(2, 2)] * 3),
+            SpecError,
+            "stages",
+            "3 stages",
+            "a list of all stages",
+            "spt.split_stages(model, 2)",
+        ),
+        (
+            "no loss",
+            made(loss=None),
+            SpecError,
+            "loss",
+            "None",
+            "the loss of the last stage's output",
+            "loss=f",
+        ),
+        (
+            "a loss with dimensions",
+            made(loss=lambda y: y),
+            StateError,
+            "loss",
+            "a function that returns",
+            "a tensor without dimensions",
+            "mse_loss",
+        ),
+        (
+            "another reduction",
+            made(reduction="total"),
+            SpecError,
+            "reduction",
+            "'total'",
+            '"mean" or "sum"',
+            '"mean"',
+        ),
+        (
+            "a collective along the axis in a stage",
+            made(lambda: [Summed(), Summed()]),
+            StateError,
+            "stages",
+            "within a stage, which other workers along 'stage' do not run",
+            "no collective along the axes of the pipeline",
+            "tied",
+        ),
+        (
+            "what is no tensor between stages",
+            made(lambda: [Named(), Named()]),
+            StateError,
+            "stages",
+            "a stage that returns",
+            "in tuples, lists and dicts",
+            "x.whole()",
+        ),
+        (
+            "a tied parameter without such a name",
+            made(tied=[[(0, "weight"), (1, "wieght")]]),
+            SpecError,
+            "tied",
+            "(1, 'wieght')",
+            "a parameter of the stage: weight, bias",
+            "embedding.weight",
+        ),
+        (
+            "a tied parameter of no stage",
+            made(tied=[[(0, "weight"), (2, "weight")]]),
+            SpecError,
+            "tied",
+            "(2, 'weight')",
+            "a stage from 0 to 1",
+            "embedding.weight",
+        ),
+        (
+            "tied parameters of two shapes",
+            made(lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], tied=[[(0, "weight"), (1, "weight")]]),
+            SpecError,
+            "tied",
+            "parameters of shapes [2, 2] and [3, 2]",
+            "parameters of one shape",
+            "nn.Embedding(n, d)",
+        ),
+        (
+            "a batch that differentiates",
+            made(use=lambda step, x: step.backward(x.detach().requires_grad_())),
+            StateError,
+            "x",
+            "which is differentiated",
+            "data, or of_input=True",
+            "of_input=True",
+        ),
+        (
+            "a batch without dimensions",
+            made(use=lambda step, x: step.backward(x[0, 0])),
+            LayoutError,
+            "x",
+            "tensor float32[]",
+            "along which they are cut into microbatches",
+            "closed over",
+        ),
+    )
+]
