@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from spmd.operators.halo import halo_accumulate, halo_exchange
     from spmd.operators.move import move
     from spmd.operators.permute import ppermute, pshuffle, sendrecv, shift
+    from spmd.operators.remote import Future, remote
     from spmd.operators.stencil import stencil
     from spmd.profiling import profile
     from spmd.testing import check_adjoint
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Array",
+    "Future",
     "Grid",
     "Layout",
     "Mesh",
@@ -164,6 +166,7 @@ __all__ = [
     "pvary",
     "ragged_all_to_all",
     "relu",
+    "remote",
     "repartition",
     "replicate",
     "reshard",
@@ -210,6 +213,7 @@ if not TYPE_CHECKING:  # Type checkers use the imports above, and report misspel
             "spmd.operators.halo": ("halo_accumulate", "halo_exchange"),
             "spmd.operators.move": ("move",),
             "spmd.operators.permute": ("ppermute", "pshuffle", "sendrecv", "shift"),
+            "spmd.operators.remote": ("Future", "remote"),
             "spmd.operators.stencil": ("stencil",),
             "spmd.inner_product": ("inner", "norm"),
             "spmd.io": ("ShapeDtypeStruct", "load", "save"),

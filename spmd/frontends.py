@@ -63,6 +63,10 @@ class Frontend(Protocol):
         """x, with a backward pass that reaches the other arrays too, with cotangents of zero."""
         ...
 
+    def differentiated(self, x: Any) -> Any:
+        """x, with a backward pass where anything may have one, whatever it was made of."""
+        ...
+
     def where(self, mask: Any, x: Any, y: Any) -> Any:
         """x where a NumPy mask is true, y elsewhere."""
         ...

@@ -27,7 +27,7 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.call import LEDGERS, Group, Place, place_of
 from spmd.transport.handles import Outcome
-from spmd.transport.observing import observed_run
+from spmd.transport.observing import run_body
 from spmd.transport_choice import TransportRequest
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class Worker:
     body carry their state. frontend: the array library of the body; None for NumPy. prepared: the collectives that
     lines of the body called in earlier runs, by line. program: the program that records this run; None if none does.
     replicas: the values of this run that must be equal on several workers. recorded_at: in a backward sweep that is
-    observed, the line of the forward call whose adjoint runs.
+    observed, the line of the forward call whose adjoint runs. unasked: errors of remote calls not asked for yet.
     """
 
     __slots__ = (
         *("comm", "coordinates", "frontend", "groups", "index", "mesh", "prepared", "program"),
-        *("recorded_at", "replicas", "tracked"),
+        *("recorded_at", "replicas", "tracked", "unasked"),
     )
 
     def __init__(self, mesh: Mesh, comm: Comm, tracked: bool, replicas: Replicas):
@@ -66,6 +66,7 @@ class Worker:
         self.prepared = mesh._prepared.setdefault(self.index, {})
         self.program: Program | None = None
         self.recorded_at: Place | None = None
+        self.unasked: list[Exception] = []
 
     def record(self, program: Program | None = None) -> Program:
         """Record every collective from now on in a program, a new one by default.
@@ -423,7 +424,7 @@ class Mesh(Summarised):
                 worker.record(programs.of_worker(self, worker.index))
             token = WORKER.set(worker)
             try:
-                return body(worker) if called_at is None else observed_run(worker, name, body, called_at)
+                return run_body(worker, name, body, called_at)
             finally:
                 WORKER.reset(token)
 

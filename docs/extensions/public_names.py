@@ -32,7 +32,7 @@ SPMD_GROUPS = {
     "Sums and other reductions": "psum pmean pmax pmin sum mean max min pvary pcast",
     "Gathering, scattering and permuting": """all_gather pslice psum_scatter all_to_all pswapaxes ragged_all_to_all
         ppermute pshuffle sendrecv shift""",
-    "Roots": "broadcast sum_reduce gather scatter replicate keep move at_root",
+    "Roots": "broadcast sum_reduce gather scatter replicate keep move at_root remote Future",
     "Halos and layouts": """halo_exchange halo_accumulate stencil repartition accumulate plan_window plan_windows
         plan_needs plan_transposed""",
     "Derivatives": """Array grad value_and_grad vjp jvp jacrev jacfwd hessian hvp linearize linear_transpose

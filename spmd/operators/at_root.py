@@ -7,10 +7,12 @@ all workers go back through the same collectives, whatever f did.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -36,7 +38,19 @@ from spmd.tracebacks import shorten
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import read_only
 
-__all__ = ["LoneWorker", "at_root", "decoded", "encoded"]
+__all__ = [
+    "LoneWorker",
+    "ResultSpec",
+    "RootCall",
+    "at_root",
+    "decoded",
+    "dtype_from_json",
+    "encoded",
+    "is_array",
+    "refuse_program",
+    "result_spec",
+    "spec_from_json",
+]
 
 _WHERE = "spmd.at_root"
 
@@ -45,7 +59,7 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
     """f(*xs), run by the worker at place `root` along axis_name only: as Rooted values.
 
     f: a function of arrays, which may print, read and write files, and branch on values; of collectives it may use
-    those along other axes. It returns arrays, numbers or None, in tuples, lists and dicts.
+    those along other axes. It returns arrays, numbers or None, in tuples (named ones too), lists and dicts.
     xs: Rooted values, and pytrees of them; f gets the arrays that they stand for. Numbers, strings and the like, equal
     on all workers, pass as they are; an array is made Rooted by `keep` first.
 
@@ -65,18 +79,12 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
     """
     names, frame = _names(axis_name, "at_root"), sys._getframe(1)
     worker = here(_WHERE)
-    if worker.program is not None:
-        raise JitError.at(
-            _WHERE,
-            got="a call within spmd.jit",
-            need="a body that runs each time: f may do anything at the root",
-            mend="leave spmd.jit out, or split the map: what is done at the root in one without it",
-        )
+    refuse_program(worker, _WHERE)
     group = worker.group(names)
     Keep(names, root).check_root(group)
     leaves, treedef = tree.flatten(xs)
-    places = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
-    call = _RootCall(group, names, root, frame, tree.leaf_positions(treedef)[-1])
+    places = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
+    call = RootCall(group, names, root, frame, tree.leaf_positions(treedef)[-1])
 
     def of_blocks(*blocks) -> list:
         full = list(leaves)
@@ -90,47 +98,73 @@ def at_root(f: Callable[..., Any], *xs: Any, axis_name: AxisName, root: int = 0)
     if worker.frontend is not None:
         outs = [worker.frontend.tied(call.without_axes(x), blocks) for x in outs]
     handles = (
-        Rooted(x, like.shape, x.dtype if frontend(x) is not None else _dtype_from_json(like.dtype), names, root)
+        Rooted(x, like.shape, x.dtype if frontend(x) is not None else dtype_from_json(like.dtype), names, root)
         for x, like in zip(outs, call.specs, strict=True)
     )
     return decoded(call.structure, handles)
 
 
-def _is_array(leaf) -> bool:
+def refuse_program(worker: Worker, where: str) -> None:
+    """Raise where a program records what the worker does."""
+    if worker.program is not None:
+        raise JitError.at(
+            where,
+            got="a call within spmd.jit",
+            need="a body that runs each time: f may do anything at the root",
+            mend="leave spmd.jit out, or split the map: what is done at the root in one without it",
+        )
+
+
+def is_array(leaf) -> bool:
     known = type(leaf) in (Rooted, Array) or isinstance(leaf, np.ndarray) or on_device(leaf)
     return known or hasattr(leaf, "__spmd_describe__")
 
 
-class _ResultSpec(NamedTuple):
-    """What all workers know of a Rooted value."""
+class ResultSpec(NamedTuple):
+    """What all workers know of a Rooted value. dtype: as JSON holds it."""
 
     shape: tuple[int, ...]
     dtype: Any
     varying: tuple[str, ...]
 
 
-class _RootCall:
-    """One call of `at_root` on one worker."""
+def spec_from_json(spec: Any) -> ResultSpec:
+    """A spec that was JSON."""
+    shape, dtype, varying = spec
+    return ResultSpec(tuple(shape), dtype, tuple(varying))
 
-    def __init__(self, group: Group, axes: tuple[str, ...], root: int, frame: FrameType, whole: tree.Leaf | None):
+
+class RootCall:
+    """One call of a function that the root alone runs, on one worker. function: the one of `spmd` that is called."""
+
+    def __init__(
+        self,
+        group: Group,
+        axes: tuple[str, ...],
+        root: int,
+        frame: FrameType,
+        whole: tree.Leaf | None,
+        function: str = "at_root",
+    ):
+        self.function, self.where = function, f"spmd.{function}"
         self.group = group
         self.axes = axes
         self.root = root
         self.frame = frame
         self.whole = whole
         self.structure: Any = None
-        self.specs: list[_ResultSpec] = []
+        self.specs: list[ResultSpec] = []
 
     @property
     def worker(self) -> Worker:
         """This worker as it is now: the way back of a map may be another run, with a transport of its own."""
-        return here(_WHERE)
+        return here(self.where)
 
     @property
     def is_root(self) -> bool:
         return self.group.index == self.root
 
-    def run(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None = None) -> list:
+    def run(self, fn: Callable, xs: list, specs: list[ResultSpec] | None = None) -> list:
         """fn(*xs), a list of blocks, at the root; empty blocks elsewhere. Recorded on all tapes of xs.
 
         specs: of the results, where the others know them already.
@@ -141,7 +175,7 @@ class _RootCall:
         finally:
             REPLICAS.reset(token)
 
-    def _run(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None) -> list:
+    def _run(self, fn: Callable, xs: list, specs: list[ResultSpec] | None) -> list:
         tape = innermost(xs)
         if tape is None:
             return self.evaluate(fn, xs, specs)
@@ -173,16 +207,16 @@ class _RootCall:
             outs = self.run(fn, lowered, specs)
             n, given = len(lowered), lowered
             pulled = lambda *args: with_pullback(args[:n], True)[1](args[n:])
-        ends = [_result_spec(xs[k]) for k in active]
+        ends = [result_spec(xs[k]) for k in active]
         zeros = [(np.shape(_data(x)), _data(x).dtype) for x in outs]
 
         def pull(gs: list) -> list:
             full = [np.zeros(*zero) if g is None else g for g, zero in zip(gs, zeros, strict=True)]
             return [unstated(g) for g in self.run(pulled, [*given, *full], ends)]
 
-        return joint(_WHERE, tape, [xs[k] for k in active], outs, pull)
+        return joint(self.where, tape, [xs[k] for k in active], outs, pull)
 
-    def evaluate(self, fn: Callable, xs: list, specs: list[_ResultSpec] | None) -> list:
+    def evaluate(self, fn: Callable, xs: list, specs: list[ResultSpec] | None) -> list:
         """`run` below all tapes."""
         if not self.is_root:
             if specs is None:
@@ -192,20 +226,19 @@ class _RootCall:
             outs = self._run_alone(fn, xs)
         except Exception as error:
             if specs is None and len(self.worker.mesh.local_workers) < self.worker.mesh.size:
-                shorten(error)  # the others are told what the user would see
-                self.report({"error": class_name(error), "text": str(error), "trace": traceback.format_exc()})
+                self.report_error(error)
             raise
         if specs is None:
-            self.specs = [_result_spec(x) for x in outs]
+            self.specs = [result_spec(x) for x in outs]
             self.report({"structure": self.structure, "specs": self.specs})
         return outs
 
     def _run_alone(self, fn: Callable, xs: list) -> list:
         """fn(*xs), whose collectives the others do not make, and so are not numbered."""
         comm = whole_comm(self.worker.comm)
-        token, number = WORKER.set(LoneWorker(self.worker, self.axes, _refused)), comm.number
+        token, number = WORKER.set(LoneWorker(self.worker, self.axes, partial(_refused, self.function))), comm.number
         try:
-            with refusing(0, _closure):
+            with refusing(0, partial(_closure, self.function)):
                 return list(fn(*xs))
         finally:
             WORKER.reset(token)
@@ -215,20 +248,26 @@ class _RootCall:
         """Send a report from the root to all others."""
         self._broadcast(np.frombuffer(json.dumps(report).encode(), np.uint8))
 
-    def receive_results(self) -> list[_ResultSpec]:
+    def report_error(self, error: Exception) -> None:
+        """Tell the others of an error that the root is about to raise."""
+        shorten(error)  # the others are told what the user would see
+        trace = "".join(traceback.format_exception(error))
+        self.report({"error": class_name(error), "text": str(error), "trace": trace})
+
+    def receive_results(self) -> list[ResultSpec]:
         """The specs of the results from the root; raises its error, if there was one."""
         report = json.loads(self._broadcast(None).tobytes())
         if "error" in report:
-            raise _same_error(report, self.worker.mesh.describe(self.group.members[self.root]))
+            raise _same_error(report, self.where, self.worker.mesh.describe(self.group.members[self.root]))
         self.structure = report["structure"]
-        self.specs = [_ResultSpec(tuple(shape), dtype, tuple(varying)) for shape, dtype, varying in report["specs"]]
+        self.specs = [spec_from_json(spec) for spec in report["specs"]]
         return self.specs
 
     def _broadcast(self, report: np.ndarray | None) -> np.ndarray:
         shape = (0,) if report is None else report.shape
         detail = f"root={self.root}"
         call = Call(
-            "at_root",
+            self.function,
             self.axes,
             np.dtype(np.uint8),
             shape,
@@ -240,9 +279,9 @@ class _RootCall:
         call.host = True
         return self.worker.comm.broadcast(self.group, call, report, self.root).wait()
 
-    def empty_block(self, like: _ResultSpec):
+    def empty_block(self, like: ResultSpec):
         """The block of a result on a worker that is not the root."""
-        block = read_only(np.zeros((0,), _dtype_from_json(like.dtype)))
+        block = read_only(np.zeros((0,), dtype_from_json(like.dtype)))
         if self.worker.mesh.places is not None:
             block = self.worker.mesh.places.own(block, self.worker.index)
         return self.worker.carrying(block, state_of(like.varying))
@@ -269,17 +308,17 @@ def _dtype_to_json(dtype: np.dtype) -> Any:
     return np.lib.format.dtype_to_descr(dtype)
 
 
-def _dtype_from_json(descr: Any) -> np.dtype:
+def dtype_from_json(descr: Any) -> np.dtype:
     """The dtype that `_dtype_to_json` wrote; JSON has turned tuples into lists."""
     return np.dtype(descr) if isinstance(descr, str) else np.lib.format.descr_to_dtype([(*field,) for field in descr])
 
 
-def _result_spec(x) -> _ResultSpec:
+def result_spec(x) -> ResultSpec:
     other = frontend(x)
     if other is not None:
-        return _ResultSpec(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
+        return ResultSpec(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
     varying = sorted(x.state.varying) if type(x) is Array else ()
-    return _ResultSpec(np.shape(_data(x)), _dtype_to_json(_data(x).dtype), tuple(varying))
+    return ResultSpec(np.shape(_data(x)), _dtype_to_json(_data(x).dtype), tuple(varying))
 
 
 def root_axes(worker: Worker) -> tuple[str, ...]:
@@ -295,19 +334,20 @@ class LoneWorker(Worker):
     def __init__(self, worker: Worker, axes: tuple[str, ...], refuse: Callable[[str, Call], Exception]):
         super().__init__(worker.mesh, worker.comm, worker.tracked, worker.replicas)
         self.axes = (*axes, *root_axes(worker))
+        self.unasked = worker.unasked
         self.frontend = worker.frontend
         self.comm: Any = PartialComm(worker.comm, axes, refuse)
         self.prepared = {}  # The short ways of others count on the transport as it is.
 
 
-def _refused(axis: str, call: Call) -> StateError:
+def _refused(function: str, axis: str, call: Call) -> StateError:
     return StateError.at(
-        _WHERE,
+        f"spmd.{function}",
         argument="f",
         got=f"{call} {call.source}, within a function that only the root along {axis!r} runs",
         need="no collective along the axes of the root, nor an argument that is differentiated and meets "
         "data that vary along them: its gradient is a sum over workers",
-        mend="call it before or after at_root; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
+        mend=f"call it before or after {function}; make Varying data Rooted (spmd.gather, spmd.sum_reduce)",
     )
 
 
@@ -320,6 +360,8 @@ def encoded(out, worker: Worker) -> tuple[Any, list]:
             return None
         if type(x) in (tuple, list):
             return [type(x).__name__, [of(a) for a in x]]
+        if _is_named_tuple(type(x)):
+            return [f"{type(x).__module__}:{type(x).__qualname__}", [of(a) for a in x]]
         if type(x) is dict and all(type(k) in (str, int, bool) for k in x):
             return ["dict", [[k, of(a)] for k, a in x.items()]]
         leaves.append(_leaf(x, worker))
@@ -352,21 +394,35 @@ def decoded(structure, leaves: Iterator):
     kind, parts = structure
     if kind == "dict":
         return {k: decoded(part, leaves) for k, part in parts}
-    return {"tuple": tuple, "list": list}[kind](decoded(part, leaves) for part in parts)
+    children = [decoded(part, leaves) for part in parts]
+    if ":" in kind:
+        return _class_of(*kind.split(":"))(*children)
+    return {"tuple": tuple, "list": list}[kind](children)
 
 
-def _same_error(report: dict[str, str], who: str) -> Exception:
+def _is_named_tuple(kind: type) -> bool:
+    """Whether other processes find this class of named tuples by its name."""
+    if not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
+        return False
+    return _class_of(kind.__module__, kind.__qualname__) is kind
+
+
+def _class_of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name, None)
+
+
+def _same_error(report: dict[str, str], where: str, who: str) -> Exception:
     """A copy of the error that the root raised in another process."""
     error = rebuilt_error(report["error"], report["text"])
-    error.add_note(f"raised in spmd.at_root by {who}:\n{report['trace']}")
+    error.add_note(f"raised in {where} by {who}:\n{report['trace']}")
     return error
 
 
-def _closure() -> Exception:
+def _closure(function: str) -> Exception:
     return ClosureError.at(
-        _WHERE,
+        f"spmd.{function}",
         argument="f",
         got="a function that uses a differentiated array which is not among its arguments",
         need="Rooted values as arguments",
-        mend="spmd.keep(x, axis_name, root) makes one of an Invariant array; pass it to at_root",
+        mend=f"spmd.keep(x, axis_name, root) makes one of an Invariant array; pass it to {function}",
     )

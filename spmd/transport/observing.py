@@ -11,7 +11,7 @@ from spmd.transport.algorithms.cost import Cost
 from spmd.transport.call import LEDGERS, Call, Observers, Origin, Place
 from spmd.transport.handles import Done, Handle
 
-__all__ = ["Phase", "Sent", "Use", "count", "located", "observed", "observed_run", "origin_of"]
+__all__ = ["Phase", "Sent", "Use", "count", "located", "observed", "origin_of", "run_body"]
 
 Phase = tuple[float, float, float]
 """A time that a worker spends in a collective: start and end, as `time.perf_counter` counts, and the seconds of it in
@@ -140,11 +140,17 @@ def located(comm: Any, origin: Origin) -> Origin:
     return origin
 
 
-def observed_run(worker: Any, name: Sequence[str], body: Callable[[Any], Any], called_at: Place) -> Any:
-    """body(worker), with the time that it waits counted, for observers. name: the body, and the kind of run. called_at:
-    the line that runs it."""
-    worker.comm.called_at = called_at
-    for observer in LEDGERS.get():
-        body = partial(observer.run, name=name, body=body)
-    with worker.comm.timed():
-        return body(worker)
+def run_body(worker: Any, name: Sequence[str], body: Callable[[Any], Any], called_at: Place | None) -> Any:
+    """body(worker); for observers with the time that it waits counted. name: the body, and the kind of run. called_at:
+    the line that runs it, for observers. Raises the first error of a remote call that the body has not asked for."""
+    if called_at is None:
+        result = body(worker)
+    else:
+        worker.comm.called_at = called_at
+        for observer in LEDGERS.get():
+            body = partial(observer.run, name=name, body=body)
+        with worker.comm.timed():
+            result = body(worker)
+    for error in worker.unasked:
+        raise error
+    return result

@@ -10,8 +10,8 @@ from process_cases import each_engine, ended_well
 import spmd
 from spmd import P
 from spmd.errors import DifferentiationError, JitError, LayoutError, SpecError, StateError
+from spmd.operators.messages import packed, unpacked
 from spmd.operators.root import Rooted
-from spmd.training.pipelines.exchange import packed, unpacked
 from spmd.training.pipelines.schedules import SCHEDULES, schedule_of
 from spmd.training.pipelines.simulation import alive
 

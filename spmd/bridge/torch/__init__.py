@@ -123,7 +123,7 @@ def __getattr__(name: str) -> Any:
     if name not in spmd.__all__ or name not in _shared():
         raise missing_name_error(__name__, name)
     value = getattr(spmd, name)
-    if getattr(value, "__module__", "").startswith("spmd.operators."):
+    if getattr(value, "__module__", "").startswith("spmd.operators.") and not isinstance(value, type):
         value = compilable(value)
     globals()[name] = value
     return value

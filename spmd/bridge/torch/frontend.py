@@ -96,6 +96,9 @@ class TorchFrontend:
     def tied(self, x: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
         return tie(x, *(y for y in others if y.requires_grad))
 
+    def differentiated(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.requires_grad else tie(x, x.new_zeros(0).requires_grad_())
+
     def where(self, mask: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.as_tensor(mask, device=x.device), x, y)
 

@@ -15,11 +15,11 @@ from spmd.autodiff.transforms import pullback_of
 from spmd.device import to_host
 from spmd.mesh import WORKER, Worker
 from spmd.operators.at_root import decoded, encoded
+from spmd.operators.messages import packed, unpacked
 from spmd.operators.reduce import psum
 from spmd.operators.root import Rooted
 from spmd.operators.varying import varying
 from spmd.state import REPLICAS, State, state_of
-from spmd.training.pipelines.exchange import packed, unpacked
 from spmd.transport.handles import read_only
 
 __all__ = ["ArrayStages", "axes_of", "spread"]

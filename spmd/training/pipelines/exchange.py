@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.dtypes import dtype_name
-from spmd.device import put
 from spmd.errors import caller
-from spmd.kernels.memory import pool
 from spmd.mesh import Worker
 from spmd.operators.partial_comm import whole_comm
 from spmd.training.pipelines.schedules import Schedule, Transfer
 from spmd.transport.call import Call, Group, Pair
 from spmd.transport.plan import Forward, Plan
 
-__all__ = ["Exchange", "packed", "unpacked"]
+__all__ = ["Exchange"]
 
-_ALIGNED = 64
-"""Where arrays begin in a message: at multiples of so many bytes."""
 _FAR = 1 << 24
 """The numbers of collectives among the workers of one stage begin so far behind those of transfers."""
-
-
-def packed(arrays: Sequence[np.ndarray], note: Any) -> np.ndarray:
-    """Arrays of any shapes and dtypes, and a note that JSON can hold, as one message of bytes."""
-    shapes = [[dtype_name(x.dtype), *x.shape] for x in arrays]
-    head = json.dumps([note, shapes]).encode()
-    places, end = [], _ceil(8 + len(head))
-    for x in arrays:
-        places.append(end)
-        end = _ceil(end + x.nbytes)
-    message = pool.empty((end,), np.uint8)
-    message[:8] = np.frombuffer(len(head).to_bytes(8, "little"), np.uint8)
-    message[8 : 8 + len(head)] = np.frombuffer(head, np.uint8)
-    for x, place in zip(arrays, places, strict=True):
-        if x.nbytes:
-            put(message[place : place + x.nbytes].view(x.dtype).reshape(x.shape), x)
-    return message
-
-
-def unpacked(message: np.ndarray) -> tuple[list[np.ndarray], Any]:
-    """The arrays of a message, views of it, and the note."""
-    length = int.from_bytes(message[:8].tobytes(), "little")
-    note, shapes = json.loads(message[8 : 8 + length].tobytes())
-    arrays, place = [], _ceil(8 + length)
-    for name, *shape in shapes:
-        dtype = np.dtype(name)
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        arrays.append(message[place : place + nbytes].view(dtype).reshape(shape))
-        place = _ceil(place + nbytes)
-    return arrays, note
-
-
-def _ceil(n: int) -> int:
-    return -(-n // _ALIGNED) * _ALIGNED
 
 
 class Exchange:

@@ -17,8 +17,8 @@ from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import is_partitioned, plain, state_of_tensor
 from spmd.device import contiguous, to_host
 from spmd.errors import StateError, describe
+from spmd.operators.messages import packed, unpacked
 from spmd.state import state_of
-from spmd.training.pipelines.exchange import packed, unpacked
 
 __all__ = ["Entry", "Value", "entered", "held_as", "message_of", "value_of_message", "value_of_output"]
 
