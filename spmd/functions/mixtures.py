@@ -55,8 +55,8 @@ def experts(
     for all experts, (tokens, experts), before any softmax. Both vary over axis_name.
     fns: the experts of this worker, in the order of workers: functions of rows, (n, features) to (n, out_features), of
     which there may be none. Workers may have different numbers of experts, or none. Or one function of (params of an
-    expert, rows); then params is a tree of arrays whose first dimension counts this worker's experts. Where further
-    axes split tokens and workers differ in number, it must be so: all experts then take part in the same sums.
+    expert, rows); then params is a tree of arrays whose first dimension counts this worker's experts. It must be so
+    where further axes split tokens and workers differ in number, and for order 2 in params where a worker has none.
     axis_name: the axes along which the experts lie; None: all of them are here.
     k: how many experts a token is given to. Of equal scores the expert of the lowest index is chosen.
     capacity: how many tokens an expert takes, of all workers together: the first in the order of workers and tokens,
@@ -69,12 +69,12 @@ def experts(
     Forward: y_t = Σ_e w_te f_e(x_t) over the chosen experts e of token t; Varying, in the dtype of x. Adjoint: the
     cotangents go the same ways; the parameters of an expert get theirs where it lies.
     Cost: an all-gather of experts + 2 integers, over token_axes if there is a capacity; then one exchange of the rows
-    that go to other workers, and one back. Backward: the same two exchanges.
+    that go to other workers, and one back. A list of functions within a derivative in neither x nor gate costs one
+    all-gather more. Backward: the same two exchanges.
     Raises SpecError and LayoutError for arguments that do not fit, StateError for x or gate that do not vary over
-    axis_name, JitError within spmd.jit.
-    Source: Shazeer et al., "Outrageously large neural networks: The sparsely-gated mixture-of-experts layer", 2017;
-    Lepikhin et al., "GShard", 2021; Fedus, Zoph, Shazeer, "Switch transformers", 2022; Jiang et al., "Mixtral of
-    experts", 2024.
+    axis_name, JitError within spmd.jit. Source: Shazeer et al., "Outrageously large neural networks: The
+    sparsely-gated mixture-of-experts layer", 2017; Lepikhin et al., "GShard", 2021; Fedus, Zoph, Shazeer, "Switch
+    transformers", 2022; Jiang et al., "Mixtral of experts", 2024.
 
         >>> w = np.array([[[1.0]], [[10.0]], [[100.0]]])  # of three experts
         >>> def body(x, gate, w):
@@ -280,7 +280,22 @@ def _by_experts(
     there = RaggedAllToAll(names, routes.pieces, routes.rows, called=Called("functions.experts"))
     back = called_as(there.H, Called("functions.experts", forward="the way back"))
     received = operate(there, rows, frame)
-    return operate(back, _outputs(lib, received, calls, routes.loads, width, is_trained), frame)
+    outs = _outputs(lib, received, calls, routes.loads, width, is_trained)
+    if not calls.leaves and not all(lib.differentiated_by(received)):
+        outs = lib.taking_part(outs, _agreed(lib.differentiated_by(outs), names))
+    return operate(back, outs, frame)
+
+
+def _agreed(own: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
+    """Which differentiations the results of any worker's functions take part in: who has no expert does not know."""
+    worker = here(_EXPERTS)
+    group, flags = worker.group(names), np.array(own, np.int64)
+    detail = "what is differentiated"
+    call = Call(
+        "functions.experts", names, flags.dtype, flags.shape, detail=detail, same_shape=True, frame=sys._getframe()
+    )
+    call.host = True
+    return np.max([np.asarray(row) for row in worker.comm.all_gather(group, call, flags).wait()], axis=0).tolist()
 
 
 def _outputs(lib: Any, received: Any, calls: _Calls, loads: tuple[int, ...], width: int, is_trained: bool) -> Any:

@@ -36,6 +36,26 @@ def test_they_are_the_dense_computation_in_many_cases(seed, scheduler, stacked):
     check(seed, scheduler, stacked)
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_functions_alone_are_differentiated_where_some_workers_have_none(scheduler, n):
+    """Neither tokens nor scores are; experts lie on the first two workers."""
+    rng = np.random.default_rng(n)
+    x, gate = rng.normal(size=(11, 3)), rng.normal(size=(11, 2))
+    w, mesh = rng.normal(size=(2, 3, 3)), spmd.Mesh(e=n, transport="local", scheduler=scheduler)
+
+    def loss(w, x, gate, own, names):
+        fns = [lambda rows, w=w[i]: np.tanh(rows @ w) for i in own]
+        return np.sum(functions.experts(x, gate, fns, names) ** 2)
+
+    def body(x, gate):
+        k = spmd.worker_index("e")
+        own = spmd.varying(w[k : k + 1] if k < 2 else w[:0], "e")
+        return spmd.grad(loss)(own, x, gate, range(len(own)), "e")
+
+    found = spmd.map(body, in_specs=P("e"), out_specs=P("e"), mesh=mesh)(x, gate)
+    close(found.numpy(), spmd.grad(loss)(w, x, gate, range(2), None))
+
+
 def test_ties_and_scores_that_are_no_numbers():
     """Of equal scores the lowest index, NaN last; by sorting each row."""
     rng = np.random.default_rng(0)

@@ -7,13 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from spmd.autodiff.tracer import value_of
+from spmd.autodiff.tape import ACTIVE
+from spmd.autodiff.tracer import Array, value_of
+from spmd.autodiff.transforms import joint
 from spmd.device import to_host
 from spmd.functions.local.embeddings import added_rows, rows_at
 from spmd.functions.local.softmaxes import logsumexp_rows
 from spmd.kernels.cpu.chunks import accurate
 
-__all__ = ["constants", "is_trained", "logsumexp", "nothing", "parts", "rows", "scores", "weighted_sums"]
+__all__ = [
+    "constants",
+    "differentiated_by",
+    "is_trained",
+    "logsumexp",
+    "nothing",
+    "parts",
+    "rows",
+    "scores",
+    "taking_part",
+    "weighted_sums",
+]
 
 
 def scores(gate: Any) -> np.ndarray:
@@ -47,6 +60,25 @@ def nothing(shape: tuple[int, ...], like: Any, reached: Sequence[Any], different
     """An array without entries, of the dtype of another, whose backward pass reaches arrays without entries."""
     zeros = np.zeros_like(value_of(like), shape=shape)
     return sum((np.sum(a).astype(like.dtype) for a in reached), zeros)
+
+
+def differentiated_by(x: Any) -> tuple[int, ...]:
+    """For each of the differentiations that are under way, whether x takes part in it."""
+    found = []
+    for tape in ACTIVE.get():
+        level = x
+        while type(level) is Array and level.tape is not tape:
+            level = level.value
+        found.append(int(type(level) is Array))
+    return tuple(found)
+
+
+def taking_part(x: Any, wanted: Sequence[int]) -> Any:
+    """x, with a backward pass that leads nowhere in each of these differentiations of which it has none."""
+    for tape, is_wanted, has in zip(ACTIVE.get(), wanted, differentiated_by(x), strict=True):
+        if is_wanted and not has:
+            (x,) = joint("functions.experts", tape, [], [x], lambda gs: [])
+    return x
 
 
 def constants(numbers: np.ndarray, like: Any) -> Any:

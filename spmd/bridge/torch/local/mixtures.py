@@ -12,7 +12,18 @@ from spmd.bridge.torch.interop import array_of
 from spmd.device import to_host
 from spmd.kernels.cpu.chunks import accurate
 
-__all__ = ["constants", "is_trained", "logsumexp", "nothing", "parts", "rows", "scores", "weighted_sums"]
+__all__ = [
+    "constants",
+    "differentiated_by",
+    "is_trained",
+    "logsumexp",
+    "nothing",
+    "parts",
+    "rows",
+    "scores",
+    "taking_part",
+    "weighted_sums",
+]
 
 
 def scores(gate: torch.Tensor) -> np.ndarray:
@@ -57,6 +68,15 @@ def nothing(
     """
     y = sum((a.sum().to(like.dtype) for a in reached), like.new_zeros(shape))
     return y.requires_grad_() if differentiated and not y.requires_grad else y
+
+
+def differentiated_by(x: torch.Tensor) -> tuple[int, ...]:
+    """Nothing: the collective that takes x tells workers whether any of them differentiates it."""
+    return ()
+
+
+def taking_part(x: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
+    return x
 
 
 def constants(numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
