@@ -23,7 +23,8 @@ def groups(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     """An optimiser that steps each parameter with the first optimiser whose pattern fits the path of the parameter.
 
     optimizers: by pattern, in order. A path joins keys, fields and indices by dots, `layers.0.bias`; in a pattern *
-    stands for any characters, dots too, ? for one, [ab] for one of these. The state is a dictionary by pattern.
+    stands for any characters, dots too, ? for one, [ab] for one of these. The state is a tuple of the optimisers'
+    states, in their order.
 
     specs: (param_specs, params) -> specs of the state; params are needed if param_specs is a tree that does not reach
     down to each parameter. Cost: none but that of the optimisers. Raises SpecError for a parameter that no pattern
@@ -48,22 +49,21 @@ def groups(optimizers: Mapping[str, Optimizer]) -> Optimizer:
 
     def init(params):
         parts = _parts(optimizers, params)
-        return {pattern: optimizer.init(parts[pattern]) for pattern, optimizer in optimizers.items()}
+        return tuple(optimizer.init(parts[pattern]) for pattern, optimizer in optimizers.items())
 
     def update(grads, state, params=MISSING, *, donate=False):
         check_given(params)
         leaves, structure = tree.flatten(params)
         parts = _parts(optimizers, params)
         gradients = _parts(optimizers, tree.unflatten(structure, structure.flatten_up_to(grads)))
-        new, states = list(leaves), {}
-        for pattern, optimizer in optimizers.items():
-            stepped, states[pattern] = optimizer.update(
-                gradients[pattern], state[pattern], parts[pattern], donate=donate
-            )
+        new, states = list(leaves), []
+        for (pattern, optimizer), own in zip(optimizers.items(), state, strict=True):
+            stepped, own = optimizer.update(gradients[pattern], own, parts[pattern], donate=donate)
+            states.append(own)
             chosen = [k for k, name in enumerate(_patterns(optimizers, structure)) if name == pattern]
             for k, p in zip(chosen, tree.leaves(stepped), strict=True):
                 new[k] = p
-        return tree.unflatten(structure, new), states
+        return tree.unflatten(structure, new), tuple(states)
 
     def specs(param_specs, params=None):
         return _specs(optimizers, param_specs, params)
@@ -71,17 +71,17 @@ def groups(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
 
 
-def _specs(optimizers: Mapping[str, Optimizer], param_specs: Any, params: Any) -> dict[str, Any]:
-    """The specs of the states by pattern."""
+def _specs(optimizers: Mapping[str, Optimizer], param_specs: Any, params: Any) -> tuple[Any, ...]:
+    """The specs of the states."""
     if params is None:
         if param_specs is None or isinstance(param_specs, Spec):
-            return {pattern: optimizer.specs(param_specs) for pattern, optimizer in optimizers.items()}
+            return tuple(optimizer.specs(param_specs) for optimizer in optimizers.values())
         parts = _parts(optimizers, param_specs)
-        return {pattern: optimizer.specs(parts[pattern]) for pattern, optimizer in optimizers.items()}
+        return tuple(optimizer.specs(parts[pattern]) for pattern, optimizer in optimizers.items())
     leaves = spread(_WHERE, "params", "param_specs", param_specs, params)
     each = tree.unflatten(tree.structure(params), [x.spec for x in leaves if x.value is not None])
     parts, arrays = _parts(optimizers, each), _parts(optimizers, params)
-    return {pattern: optimizer.specs(parts[pattern], arrays[pattern]) for pattern, optimizer in optimizers.items()}
+    return tuple(optimizer.specs(parts[pattern], arrays[pattern]) for pattern, optimizer in optimizers.items())
 
 
 def _patterns(optimizers: Mapping[str, Optimizer], structure: Any) -> list[str]:

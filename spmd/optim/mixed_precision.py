@@ -112,7 +112,7 @@ class _Mixed(NamedTuple):
             return params, MixedPrecisionState(*numbers, masters, inner_state)
         new = tree.map(cast_like, masters, params)
         if donate and not ACTIVE.get():
-            give_up(tree.leaves(params))
+            give_up(tree.leaves(params), (new, masters))
         return new, MixedPrecisionState(*numbers, masters, inner_state)
 
     def specs(self, param_specs, params=None):

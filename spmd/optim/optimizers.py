@@ -277,10 +277,11 @@ def _spec_like(where: str, path: str, x: Any) -> Spec | None:
     )
 
 
-def give_up(arrays: Iterable[Any]) -> None:
-    """Mark global arrays as given away."""
+def give_up(arrays: Iterable[Any], results: Any = ()) -> None:
+    """Mark global arrays as given away, but those that a tree of results has: frozen parameters are passed on."""
+    kept = {id(x) for x in tree.leaves(results)}
     for a in arrays:
-        if type(a) is PartitionedArray:
+        if type(a) is PartitionedArray and id(a) not in kept:
             a.blocks = DONATED
 
 

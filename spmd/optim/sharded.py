@@ -340,7 +340,7 @@ def _update_global(
     wholes = [own_spec(value_of(p)) for p in leaves]
     gathered = _gathered_global(mesh, names, structure.flatten_up_to(new), wholes)
     if donate and not ACTIVE.get():
-        give_up(leaves)
+        give_up(leaves, (gathered, state))
     return tree.unflatten(structure, gathered), state
 
 
