@@ -18,11 +18,15 @@ __all__ = ["Packing", "batches", "packing_of"]
 Shape = tuple[int, ...]
 
 
-def batches(arrays: Sequence[Any], kinds: Sequence[Any]) -> list[list[int]]:
-    """The indices of the arrays that go in one message each: large ones alone, small ones by their kind."""
+def batches(arrays: Sequence[Any], kinds: Sequence[Any], uneven: Sequence[bool]) -> list[list[int]]:
+    """The indices of the arrays that go in one message each: large ones alone, small ones by their kind.
+
+    uneven: whether other workers may have an array of another size. Those send as many messages: then what has several
+    dimensions goes alone.
+    """
     found: dict[Any, list[int]] = {}
     for k, (x, kind) in enumerate(zip(arrays, kinds, strict=True)):
-        large = math.prod(x.shape) * x.dtype.itemsize >= SEPARATE_MIN
+        large = len(x.shape) > 1 if uneven[k] else math.prod(x.shape) * x.dtype.itemsize >= SEPARATE_MIN
         found.setdefault((k,) if large else kind, []).append(k)
     return list(found.values())
 

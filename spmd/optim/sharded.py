@@ -56,7 +56,8 @@ def shard(optimizer: Optimizer, axis_name: str | Sequence[str]) -> Optimizer:
     `spmd.save`, they load on a mesh of any size, and into the state of `optimizer` itself.
 
     Cost: one reduce-scatter and one all-gather for each dtype, and each set of axes that splits parameters, where these
-    are small; one of each for every large parameter; one all-reduce for all parameters without dimensions that are
+    are small; one of each for every large parameter, and for those of several dimensions that other axes split, whose
+    blocks may differ in size; one all-reduce for all parameters without dimensions that are
     contributions. Memory: a worker of N holds the 1/N of the state. Raises StateError for parameters that vary over
     the axis and in bodies of maps with check=False, LayoutError for a state in other parts, SpecError for what specs
     lack. Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward training trillion parameter
@@ -240,8 +241,9 @@ def _summed(
         for p, g in zip(params, grads, strict=True)
     ]
     kinds = [(g.dtype, varying_axes(g), axes) for g, axes in zip(grads, extra, strict=True)]
+    uneven = [bool(varying_axes(p)) for p in params]
     scattered = [k for k, d in enumerate(dims) if d is not None and {*names} <= {*extra[k]}]
-    for chosen in _batches(scattered, grads, kinds):
+    for chosen in _batches(scattered, grads, kinds, uneven):
         rest = tuple([n for n in extra[chosen[0]] if n not in names])
         arrays = [grads[k] for k in chosen]
         packing = _packing(worker.group(names), [g.shape for g in arrays], [dims[k] for k in chosen])
@@ -249,7 +251,7 @@ def _summed(
         own = psum(own, rest) if rest else own
         _put_at(parts, chosen, packing.unpack_parts(own, worker.group(names).index))
     others = [k for k in range(len(grads)) if k not in {*scattered}]
-    for chosen in _batches([k for k in others if extra[k]], grads, kinds):
+    for chosen in _batches([k for k in others if extra[k]], grads, kinds, uneven):
         arrays = [grads[k] for k in chosen]
         packing = packing_of(tuple([g.shape or (1,) for g in arrays]), (0,) * len(arrays), (1,))
         totals = packing.unpack(psum(packing.pack(arrays), extra[chosen[0]]))
@@ -269,7 +271,8 @@ def _gathered(
     wholes, group = list(parts), worker.group(names)
     split = [k for k, d in enumerate(dims) if d is not None]
     kinds = [(x.dtype, varying_axes(x)) for x in parts]
-    for chosen in _batches(split, [_Whole(s, x.dtype) for s, x in zip(shapes, parts, strict=True)], kinds):
+    uneven = [not varying_axes(x) <= {*names} for x in parts]
+    for chosen in _batches(split, [_Whole(s, x.dtype) for s, x in zip(shapes, parts, strict=True)], kinds, uneven):
         packing = _packing(group, [shapes[k] for k in chosen], [dims[k] for k in chosen])
         packed = all_gather(packing.pack_parts([parts[k] for k in chosen]), names, tiled=True, to="invariant")
         _put_at(wholes, chosen, packing.unpack(packed))
@@ -281,8 +284,10 @@ class _Whole(NamedTuple):
     dtype: np.dtype
 
 
-def _batches(indices: Sequence[int], arrays: Sequence[Any], kinds: Sequence[Any]) -> list[list[int]]:
-    found = batches([arrays[k] for k in indices], [kinds[k] for k in indices])
+def _batches(
+    indices: Sequence[int], arrays: Sequence[Any], kinds: Sequence[Any], uneven: Sequence[bool]
+) -> list[list[int]]:
+    found = batches([arrays[k] for k in indices], [kinds[k] for k in indices], [uneven[k] for k in indices])
     return [[indices[j] for j in batch] for batch in found]
 
 

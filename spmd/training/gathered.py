@@ -281,9 +281,10 @@ class _Loop:
 
     def _unit(self, plan: _Planned, shapes: Iterator[tuple[Shape, ...]]) -> Unit:
         """The blocks of a unit that are gathered together."""
-        blocks = [(x.value, dim) for x, dim in zip(plan.leaves, plan.dims, strict=True) if dim is not None]
+        blocks = [(x, dim) for x, dim in zip(plan.leaves, plan.dims, strict=True) if dim is not None]
         member = self.worker.group(self.names).index
-        return Unit(self.names, [Part(block, dim, next(shapes), member) for block, dim in blocks], self.ahead)
+        parts = [Part(x.value, dim, next(shapes), member, not x.state.varying <= {*self.names}) for x, dim in blocks]
+        return Unit(self.names, parts, self.ahead)
 
     def _composed(self, plan: _Planned, frame: FrameType) -> Any:
         """The whole arrays of a unit, each by a collective of its own."""

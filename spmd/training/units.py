@@ -33,12 +33,13 @@ the copies."""
 
 class Part(NamedTuple):
     """A block that is gathered. dim: the dimension along which the blocks of all members are joined. shapes: of the
-    members' blocks. member: which one is here."""
+    members' blocks. member: which one is here. uneven: whether workers along other axes may have other sizes."""
 
     block: np.ndarray
     dim: int
     shapes: tuple[Shape, ...]
     member: int
+    uneven: bool = False
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -46,9 +47,11 @@ class Part(NamedTuple):
         return tuple(shape[self.dim] for shape in self.shapes)
 
     @property
-    def nbytes(self) -> int:
-        """Of the whole array."""
-        return sum(map(prod, self.shapes)) * self.block.itemsize
+    def is_small(self) -> bool:
+        """Whether it is sent together with others. All workers decide alike, along all axes."""
+        if self.uneven:
+            return self.block.ndim < 2
+        return sum(map(prod, self.shapes)) * self.block.itemsize <= _PACKED_MAX
 
     def gather(self, axes: tuple[str, ...]) -> Operator:
         """The operator that gathers it."""
@@ -77,7 +80,7 @@ class Unit:
         self._finishes: list[Callable[[], Any]] | None = None
         by_dtype: dict[np.dtype, list[int]] = {}
         for k, part in enumerate(parts):
-            if type(part.block) is np.ndarray and part.nbytes <= _PACKED_MAX:
+            if type(part.block) is np.ndarray and part.is_small:
                 by_dtype.setdefault(part.block.dtype, []).append(k)
         self.packs = [numbers for numbers in by_dtype.values() if len(numbers) > 1]
         packed = {k for numbers in self.packs for k in numbers}

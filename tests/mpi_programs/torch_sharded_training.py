@@ -1,4 +1,7 @@
-"""Training with split states and gradients, in processes: what each finds is what one worker finds."""
+"""Sharded training in processes: what each finds is what one worker finds.
+
+torch_sharded_training.py FOLDER FIRST STOP   the seeds of combinations; the folder is for checkpoints
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torch_training_cases import Program, assert_same, train, train_on_mesh
+from torch_training_cases import Program, assert_same, drawn_program, train, train_on_mesh
 
 EVERYTHING = {"clip": 0.1, "microbatches": 2, "schedule": "one_cycle", "groups": True, "frozen": True, "ema": True}
 PROGRAMS = [
@@ -18,8 +21,9 @@ PROGRAMS = [
 ]
 
 if __name__ == "__main__":
-    for program in PROGRAMS:
-        results = train_on_mesh(program)
-        for result in results:
-            assert_same(result, train(program, None))
+    folder, *seeds = sys.argv[1:]
+    PROGRAMS += [drawn_program(seed, size=4) for seed in range(*map(int, seeds))]
+    for number, program in enumerate(PROGRAMS):
+        for result in train_on_mesh(program, Path(folder) / str(number)):
+            assert_same(result, train(program))
     print("a process is through\n", end="", flush=True)

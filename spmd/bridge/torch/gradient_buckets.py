@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from spmd.bridge.torch.module_broadcast import WHERE
-from spmd.bridge.torch.tensor_state import local_data
+from spmd.bridge.torch.tensor_state import block_nbytes, local_data
 from spmd.errors import StateError
 from spmd.transport.handles import Handle
 
@@ -133,7 +133,7 @@ def fill_buckets(gradients: Sequence[ParameterGradient], order: Sequence[int], l
         bucket, nbytes = filling.pop(g.kind, None) or (Bucket(g), 0)
         bucket.gradients.append(g)
         g.bucket = bucket
-        nbytes += local_data(g.p).numel() * g.p.element_size()
+        nbytes += block_nbytes(g.p)
         if nbytes >= limit:
             buckets.append(bucket)
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spmd.bridge.torch.interop import block_of, owned
-from spmd.bridge.torch.tensor_state import local_data
+from spmd.bridge.torch.tensor_state import block_nbytes, local_data
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError
 from spmd.mesh import Worker
@@ -85,7 +85,7 @@ def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify
         while named:
             count = nbytes = 0
             while count < len(named) and nbytes < _BROADCAST_BYTES:
-                nbytes += local_data(named[count][1]).numel() * named[count][1].element_size()
+                nbytes += block_nbytes(named[count][1])
                 count += 1
             names, tensors = zip(*named[:count], strict=True)
             copy_first(worker, axes, tensors, "values", names if verify else (), where)

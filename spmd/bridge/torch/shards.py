@@ -16,7 +16,7 @@ import torch
 from spmd.bridge.torch.interop import block_of, write
 from spmd.bridge.torch.partitioned.placement import Placement
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
-from spmd.bridge.torch.tensor_state import INVARIANT, is_partitioned, local_data
+from spmd.bridge.torch.tensor_state import INVARIANT, block_nbytes, is_partitioned, local_data
 from spmd.bridge.torch.worker_context import context_of
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
@@ -125,7 +125,7 @@ def _messages(stepped: Iterable[tuple[Shard, torch.Tensor]]) -> Iterator[tuple[l
         shards, parts, nbytes = filling.pop(kind, ([], [], 0))
         shards.append(shard)
         parts.append(part)
-        nbytes += local_data(shard.p).numel() * shard.p.element_size() // shard.group.size
+        nbytes += block_nbytes(shard.p) // shard.group.size
         if nbytes >= _MESSAGE_BYTES:
             yield shards, parts
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,12 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 def is_partitioned(x: Any) -> bool:
     """Whether a tensor is a `PartitionedTensor`, of which each worker holds a block."""
     return getattr(type(x), "__spmd_partitioned__", False)
+
+
+def block_nbytes(x: Any) -> int:
+    """The bytes of a tensor, or of the largest of its blocks: the same on workers whose own blocks differ in size."""
+    count = math.prod(map(max, x.block_layout.cuts)) if is_partitioned(x) else x.numel()
+    return count * x.element_size()
 
 
 def local_data(x: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 
 from spmd.bridge.torch.rng import BodyMode, has_body_mode, in_body
 from spmd.bridge.torch.tensor import Tensor, in_backward, set_state
+from spmd.bridge.torch.tensor_state import is_partitioned
 from spmd.tracebacks import boundary_like
 
 __all__: list[str] = []
@@ -67,6 +68,17 @@ def _with_saved_states(checkpointed: Callable, place: int) -> Callable:
     return call
 
 
+def _keeping_blocks(save_inputs: Callable) -> Callable:
+    """Inputs of which each worker holds a block are kept as they are: hooks of saved tensors would detach them."""
+
+    @functools.wraps(save_inputs)
+    def call(frame: Any, *args: Any) -> None:
+        save_inputs(frame, *[None if is_partitioned(x) else x for x in args])
+        frame.saved_args = [x if is_partitioned(x) else saved for x, saved in zip(args, frame.saved_args, strict=True)]
+
+    return call
+
+
 def _with_overrides(engine: Callable) -> Callable:
     """Python code that backward calls, such as a checkpointed function, handles states as forward does."""
 
@@ -87,3 +99,6 @@ checkpoint.CheckpointFunction.forward = staticmethod(_with_saved_states(checkpoi
 checkpoint._checkpoint_without_reentrant_generator = _with_saved_states(
     checkpoint._checkpoint_without_reentrant_generator, 0
 )
+_frame: Any = checkpoint._CheckpointFrame
+if hasattr(_frame, "save_inputs"):  # earlier versions of torch save inputs otherwise
+    _frame.save_inputs = _keeping_blocks(_frame.save_inputs)
