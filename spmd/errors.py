@@ -483,8 +483,8 @@ _modules: dict[str, bool] = {}
 
 
 def _is_users(module: str) -> bool:
-    """Whether a module belongs to the user: not to this library, to torch, or to the start of a thread."""
-    return module.split(".", 1)[0] not in ("spmd", "torch", "threading") or module == "spmd.__main__"
+    """Whether a module belongs to the user: not to this library, to torch, or to what starts a thread or a context."""
+    return module.split(".", 1)[0] not in ("spmd", "torch", "threading", "contextlib") or module == "spmd.__main__"
 
 
 def source_line(code: CodeType | None, instruction: int) -> str:

@@ -29,6 +29,9 @@ def check_order(path, under_way=True):
     units = program.LAYERS
     for pid, tid in tracks:
         events = sorted(collectives(found, pid=pid, tid=tid), key=lambda e: e["ts"])
+        lines = {e["args"]["line"] for e in events if e["name"] == "shard_parameters"}
+        assert len(lines) == 1
+        assert lines.pop().endswith(" in step")
         by_kind = {
             (operator, direction): [
                 e for e in events if (e["args"]["operator"], e["args"]["direction"]) == (operator, direction)
