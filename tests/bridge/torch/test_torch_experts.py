@@ -132,6 +132,28 @@ def test_frozen_gates_train_experts_where_some_workers_have_none(double):
         assert grads is None or any(all(map(torch.allclose, grads, want)) for want in wanted)
 
 
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_the_layer_is_loaded_on_another_mesh(double, n, tmp_path):
+    """Saved by three workers, with two, two and one of five experts."""
+    (experts, gate), (others, another), x = make(5), make(5), torch.randn(11, 4)
+
+    def saved(x):
+        layer = spt.nn.Experts(experts, gate, "e")
+        spmd.save(tmp_path / "layer", layer)
+        return layer(x)
+
+    def loaded(x):
+        layer = spt.nn.Experts(others, another, "e")
+        spmd.load(tmp_path / "layer", layer)
+        return layer(x)
+
+    y, z = (
+        spt.map(body, in_specs=P("e"), out_specs=P("e"), mesh=spmd.Mesh(e=size, transport="local"))(x).detach()
+        for body, size in ((saved, 3), (loaded, n))
+    )
+    close(z, y)
+
+
 def test_compiled_functions_leave_their_graph(double):
     experts, gate = make(3)
     x = torch.randn(6, 4)
