@@ -56,7 +56,10 @@ class _Bucket:
 
 def _start_sums(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
     spare = [type(b) is np.ndarray and is_sole_owner(sys.getrefcount(b) - 1, b) for b in blocks]
-    return comm.all_reduce_many(group, call, blocks, spare)
+    number = comm.number
+    handle = comm.all_reduce_many(group, call, blocks, spare)
+    comm.number = number  # workers with larger blocks of parameters send more buckets
+    return handle
 
 
 def _wait(handle: Handle) -> Any:

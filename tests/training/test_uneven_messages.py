@@ -15,8 +15,14 @@ from training.sharded_cases import assert_close
 WIDTH = 90
 
 
-@pytest.mark.parametrize(("how", "limit"), [("gathered", _PACKED_MAX), ("shard", SEPARATE_MIN)])
-def test_blocks_on_both_sides_of_the_size_of_large_arrays(how, limit, scheduler):
+BUCKET = 1 << 15
+
+
+@pytest.mark.parametrize(
+    ("how", "limit"), [("gathered", _PACKED_MAX), ("shard", SEPARATE_MIN), ("sums of gradients", BUCKET)]
+)
+def test_blocks_on_both_sides_of_the_size_of_large_arrays(how, limit, scheduler, monkeypatch):
+    monkeypatch.setattr("spmd.operators.gradient_buckets._BUCKET_NBYTES", BUCKET)
     rows = limit // (WIDTH * 8)
     rng = np.random.default_rng(0)
     params = [
