@@ -6,20 +6,22 @@
     python examples/torch_gpt.py --data 3 --model 1       another mesh; it need not divide anything
     python examples/torch_gpt.py --sequence               positions are split too, outside of attention
     python examples/torch_gpt.py --shard                  parameters and states are split over `data` too
+    python examples/torch_gpt.py --stage 2                layers in two stages, a pipeline
+    python examples/torch_gpt.py --experts 4              mixtures of experts, which lie over `data`
     python examples/torch_gpt.py --checkpoints run        saves there, and goes on from there, on any mesh
     python examples/torch_gpt.py --check                  trains on one worker too, and compares step by step
     python examples/torch_gpt.py --picture gpt.png        draws the losses, and how weights lie
 
 `GPT` is a module of plain PyTorch, and `train` is the loop of one worker: gradients of several minibatches are added
 up, and clipped by the norm of all together; the rate of AdamW falls as a cosine. `parallel` says how the layers are
-split over the mesh axis `model`. Samples are split over `data`.
+split over the mesh axis `model`, and `staged` how they lie along `stage`. Samples are split over `data`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pydoc_data.topics import topics
 
@@ -50,45 +52,104 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, positions, width))
 
 
+def perceptron(width: int) -> nn.Module:
+    up, down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    return nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
+
+
+class Mixture(nn.Module):
+    """For each character two of some experts. axis_name: of the mesh, along which they lie."""
+
+    def __init__(self, width: int, experts: int):
+        super().__init__()
+        self.gate, self.axis_name = nn.Linear(width, experts, bias=False), None
+        self.w1 = nn.Parameter(torch.randn(experts, width, 4 * width) * width**-0.5)
+        self.w2 = nn.Parameter(torch.randn(experts, 4 * width, width) * width**-0.5 / 2)
+
+    def spread(self, axis_name: str) -> None:
+        self.axis_name = axis_name
+        self.w1, self.w2 = (spt.Parameter(w.detach(), P(axis_name)) for w in (self.w1, self.w2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = x.block() if isinstance(x, spt.GlobalTensor) else x
+        rows = block.flatten(0, 1)
+        w1, w2 = (w.block() if isinstance(w, spt.Parameter) else w for w in (self.w1, self.w2))
+        expert = lambda w, rows: F.gelu(rows @ w[0]) @ w[1]
+        y = spt.functions.experts(rows, self.gate(rows), expert, self.axis_name, params=(w1, w2)).view_as(block)
+        return spt.GlobalTensor.from_block(y, P(self.axis_name)) if block is not x else y
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, experts: int):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm2, self.layers = nn.LayerNorm(width), Mixture(width, experts) if experts else perceptron(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.layers(self.norm2(x))
 
 
-class GPT(nn.Module):
-    """The scores of the next character after each of some text."""
-
-    def __init__(self, characters: int, context: int, width: int, heads: int, layers: int):
+class Embedding(nn.Module):
+    def __init__(self, characters: int, context: int, width: int):
         super().__init__()
         self.table, self.places = nn.Embedding(characters, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters, bias=False)
         for embedding in (self.table, self.places):
             nn.init.normal_(embedding.weight, std=width**-0.5)
-        self.head.weight = self.table.weight  # tied
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.table(text) + self.places(torch.arange(text.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
+        return self.table(text) + self.places(torch.arange(text.shape[1]))
 
 
-def parallel(net: GPT, args: argparse.Namespace) -> nn.Module:
-    """The network on the workers of the mesh, in a body: layers of these names are split over `model`."""
+class GPT(nn.Sequential):
+    """The scores of the next character after each of some text."""
+
+    def __init__(self, characters: int, args: argparse.Namespace):
+        super().__init__()
+        self.embedding = Embedding(characters, args.context, args.width)
+        for k in range(args.layers):
+            self.add_module(f"block{k}", Block(args.width, args.heads, args.experts))
+        head = nn.Linear(args.width, characters, bias=False)
+        head.weight = self.embedding.table.weight  # tied
+        self.scores = nn.Sequential(OrderedDict(norm=nn.LayerNorm(args.width), head=head))
+
+
+def parallel(net: nn.Module, args: argparse.Namespace, specs: P | None = None) -> nn.Module:
+    """Layers on the workers of the mesh, in a body: those of these names are split over `model`. specs: of the blocks
+    that they take and give; None: they take and give global tensors."""
     plan = {
-        "*.attention": spt.heads("model"),
+        "attention": spt.heads("model"),
         "up": spt.column("model"),
         "down": spt.row("model", sequence=1 if args.sequence else None),
         "table": spt.vocab("model"),
         "head": spt.vocab("model"),
     }
-    model = spt.parallelize(net, plan | {"norm*": spt.sequence("model")} if args.sequence else plan)
+    if args.sequence:
+        plan |= dict.fromkeys(("norm1", "norm2", "norm"), spt.sequence("model"))
+    names = {name.rpartition(".")[2] for name, _ in net.named_modules()}  # a stage has some of them only
+    plan = {name: style for name, style in plan.items() if name in names}
+    model = spt.parallelize(net, plan, in_specs=specs, out_specs=specs)
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.spread("data")
     return spt.shard_parameters(model, "data", unit=Block) if args.shard else model
+
+
+def staged(net: GPT, args: argparse.Namespace) -> spt.Pipeline:
+    """The network in stages along `stage`, in a body. Each worker lays out its own one."""
+    stages: list = spt.split_stages(net, args.stage)
+    for k in range(args.stage):
+        here = k == spt.worker_index("stage")
+        stages[k] = parallel(stages[k], args, P("data")) if here else None
+    tied = [(0, "embedding.table.weight"), (args.stage - 1, "scores.head.weight")]
+    loss = lambda scores, following: cross_entropy(scores, following) / (args.batch * args.context)
+    return spt.pipeline(
+        stages, "stage", microbatches=args.microbatches, schedule=args.schedule, loss=loss, reduction="sum", tied=[tied]
+    )
+
+
+def cross_entropy(scores: torch.Tensor, following: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction=reduction)
 
 
 def gradients(model: nn.Module, text: torch.Tensor, parts: int, split: Callable) -> torch.Tensor:
@@ -96,8 +157,11 @@ def gradients(model: nn.Module, text: torch.Tensor, parts: int, split: Callable)
     model.zero_grad()
     total = torch.zeros(())
     for x, following in ((split(part[:, :-1]), split(part[:, 1:])) for part in text.chunk(parts)):
-        loss = F.cross_entropy(model(x).flatten(0, 1), following.flatten()) * (len(x) / len(text))
-        loss.backward()
+        if isinstance(model, spt.Pipeline):
+            loss = spt.psum(model.backward(x, following), "data")
+        else:
+            loss = cross_entropy(model(x), following, "mean") * (len(x) / len(text))
+            loss.backward()
         total = total + loss.detach()
     return total
 
@@ -168,15 +232,19 @@ def main() -> None:
     alphabet = sorted(set(manual))
     numbers = {character: number for number, character in enumerate(alphabet)}
     text = torch.tensor([numbers[character] for character in manual])
-    net = GPT(len(alphabet), args.context, args.width, args.heads, args.layers)
+    net = GPT(len(alphabet), args)
 
     def body():
+        if args.stage > 1:
+            model = staged(net, args)
+            losses = train(model, text, args, lambda x: spt.put(x, P("data")).block())
+            return losses, {name.split(".", 2)[2]: x for name, x in spt.state_dict(model).items()}, {}
         model = parallel(net, args)
         losses = train(model, text, args, lambda x: spt.put(x, P("data")), args.checkpoints)
         layouts = {name: getattr(x, "block_layout", None) for name, x in model.named_parameters()}
         return losses, spt.state_dict(model), layouts  # of whole tensors
 
-    with spmd.Mesh(data=args.data, model=args.model) as mesh:
+    with spmd.Mesh(stage=args.stage, data=args.data, model=args.model) as mesh:
         say(f"{mesh}, {mesh.transport.name} transport: {sum(p.numel() for p in net.parameters())} parameters")
         losses, state, layouts = spt.map(body, (), None)()
         if not spmd.is_main():
@@ -208,8 +276,8 @@ def draw(args: argparse.Namespace, losses: torch.Tensor, layouts: dict) -> None:
     curve, *places = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     curve.plot(range(1, len(losses) + 1), losses, color="#D55E00")
     curve.set(title=f"loss, {args.data * args.model} workers", xlabel="step")
-    for name, axes in zip(("up", "down"), places, strict=True):
-        spmd.plot.layout(layouts[f"blocks.0.{name}.weight"], title=f"{name}: features out x in", ax=axes)
+    for name, axes in zip(("w1", "w2") if args.experts else ("up.weight", "down.weight"), places, strict=True):
+        spmd.plot.layout(layouts[f"block0.layers.{name}"], title=name, ax=axes)
     figure.savefig(args.picture, dpi=120)
 
 
@@ -220,6 +288,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=int, default=2, help="workers that share a batch")
     parser.add_argument("--model", type=int, default=2, help="workers that share the layers")
+    parser.add_argument("--stage", type=int, default=1, help="workers that have some of the layers each, in a pipeline")
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b", "zero_bubble"], default="1f1b", help="of a pipeline")
+    parser.add_argument("--microbatches", type=int, default=4, help="of each part of a batch, in a pipeline")
+    parser.add_argument("--experts", type=int, default=0, help="of each block, over `data`; 0: a perceptron")
     parser.add_argument("--sequence", action="store_true", help="split positions too, outside of attention")
     parser.add_argument("--shard", action="store_true", help="split parameters over `data` too, as ZeRO-3 and FSDP")
     parser.add_argument("--steps", type=int, default=100, help="steps of training")
@@ -238,7 +310,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64", help="of the parameters")
     parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
     parser.add_argument("--picture", metavar="FILE", help="draw the losses, and how two weights lie")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.stage > 1 and (args.sequence or args.shard or args.checkpoints or args.picture):
+        parser.error("--stage goes with --data, --model and --experts, not with the other options of layouts and files")
+    if args.stage > args.layers + 2:
+        parser.error(f"--stage {args.stage}: there are {args.layers + 2} layers, with the first and the last one")
+    if args.experts == 1 or (args.experts and (args.sequence or args.shard)):
+        parser.error("--experts: two or more, without --sequence and --shard")
+    return args
 
 
 if __name__ == "__main__":

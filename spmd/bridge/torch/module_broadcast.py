@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from spmd.bridge.torch.interop import block_of, owned
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
 from spmd.bridge.torch.tensor_state import block_nbytes, local_data
 from spmd.bridge.torch.worker_context import device_of
-from spmd.errors import StateError
+from spmd.errors import LayoutError, StateError
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
@@ -79,7 +80,19 @@ def copy_first(
 
 
 def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify: bool, where: str = WHERE) -> None:
-    """Copy the parameters and buffers of the first worker to the others, or compare them (verify)."""
+    """Copy the parameters and buffers of the first worker to the others, or compare them (verify).
+
+    Raises LayoutError for parameters of which workers have different blocks along these axes.
+    """
+    for name, p in module.named_parameters():
+        if isinstance(p, PartitionedTensor) and not p.block_layout.varying.isdisjoint(axes):
+            raise LayoutError.at(
+                where,
+                argument="module",
+                got=f"{name}, which lies as {p.block_layout}",
+                need=f"parameters that {' and '.join(map(repr, axes))} do not split yet",
+                mend="another axis of the mesh; or no wrapper: bodies sum the gradients of what is not split",
+            )
     named = [*module.named_parameters(), *module.named_buffers()]
     with torch.no_grad():
         while named:

@@ -195,7 +195,8 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
     """The state of any module, with `spt.Parameter`s of its own or of modules in it.
 
     whole: True: every parameter whole, a plain tensor on every worker, which fits any mesh. Collective. False: blocks,
-    as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent.
+    as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent. Of a `spt.Pipeline` wholes
+    are those of all stages, by one broadcast for each.
 
         >>> def body():
         ...     layer = spt.nn.Linear(2, 5, w_spec=P("x"))
@@ -204,6 +205,9 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
         ...     spt.map(body, (), None)()
         {'weight': (5, 2), 'bias': (5,)}
     """
+    of_stages = getattr(module, "state_of_stages", None)  # of a pipeline
+    if whole and of_stages is not None:
+        return of_stages(state_dict)
     with assigned(_saves_whole, whole):
         state = module.state_dict()
     if whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 import sys
 
@@ -71,6 +72,7 @@ RUNS = {
 }
 SEQUENCE = (TRANSFORMER, *FEW, "--sequence")
 SHARDED_GPT = (GPT, *SMALL_GPT, "--sequence", "--shard")
+STAGED_GPT = (GPT, *SMALL_GPT, "--stage", "2", "--model", "1", "--experts", "3")
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -90,7 +92,11 @@ def same_under(python: str, *run) -> None:
 
 @pytest.mark.full
 @launchers
-@pytest.mark.parametrize("run", [*RUNS.values(), SEQUENCE, SHARDED_GPT], ids=[*RUNS, "sequence", "sharded gpt"])
+@pytest.mark.parametrize(
+    "run",
+    [*RUNS.values(), SEQUENCE, SHARDED_GPT, STAGED_GPT],
+    ids=[*RUNS, "sequence", "sharded gpt", "staged gpt"],
+)
 def test_each_example_prints_the_same_under_each_launcher(python, run):
     same_under(python, *run)
 
@@ -191,9 +197,15 @@ def test_a_transformer_on_any_mesh(mesh, output):
 
 GPTS = [
     ("--data", "3", "--model", "2", "--sequence", "--accumulate", "3", "--batch", "5", "--shard"),
+    ("--data", "2", "--model", "2", "--stage", "2", "--experts", "5", "--microbatches", "3", "--layers", "2"),
     ("--data", "4", "--model", "1", "--batch", "3", "--accumulate", "1"),  # one worker has no sample
     ("--data", "1", "--model", "4"),  # one worker has no head
     ("--data", "5", "--model", "1", "--batch", "3", "--accumulate", "1", "--shard"),
+    ("--data", "2", "--model", "1", "--stage", "3"),
+    ("--data", "1", "--model", "2", "--stage", "4", "--layers", "3", "--batch", "3"),  # empty microbatches
+    ("--data", "3", "--model", "1", "--stage", "2", "--experts", "2", "--batch", "5", "--accumulate", "2"),
+    ("--data", "2", "--model", "2", "--experts", "3"),
+    ("--data", "3", "--model", "1", "--experts", "2"),  # one worker has no expert
     ("--data", "2", "--model", "3", "--sequence"),
     ("--data", "1", "--model", "5", "--sequence", "--context", "3"),
     ("--data", "3", "--model", "1", "--accumulate", "9"),
@@ -207,9 +219,50 @@ def test_a_gpt_on_any_mesh(mesh, output):
     text = output(GPT, *SMALL_GPT, *mesh)
     assert max(apart(text)) < 1e-10
     losses(text)
-    axes = {name for name in ("data", "model") if mesh[mesh.index(f"--{name}") + 1] != "1"}
-    for name in ("data", "model"):
+    axes = {
+        name for name in ("data", "model", "stage") if f"--{name}" in mesh and mesh[mesh.index(f"--{name}") + 1] != "1"
+    }
+    for name in ("data", "model", "stage"):
         assert (f" kB along {name}" in text) == (name in axes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_a_gpt_with_random_options(seed, output):
+    draw = random.Random(seed)
+    experts, stage = draw.choice([0, 2, 3, 5]), draw.choice([1, 2, 3, 4])
+    numbers = {
+        "data": draw.randint(1, 3),
+        "model": draw.randint(1, 2),
+        "stage": stage,
+        "experts": experts,
+        "layers": draw.randint(max(1, stage - 2), 4),
+        "batch": draw.randint(3, 9),
+        "accumulate": draw.randint(1, 3),
+        "microbatches": draw.randint(1, 5),
+        "clip": draw.choice([0.3, 1e9]),
+        "context": draw.randint(2, 9),
+    }
+    flags = [] if experts or stage > 1 else draw.sample(["--sequence", "--shard"], draw.randint(0, 2))
+    schedule = draw.choice(["gpipe", "1f1b", "zero_bubble"])
+    words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    assert max(apart(output(GPT, *SMALL_GPT, *words, *flags, "--schedule", schedule))) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--stage", "2", "--shard"), "--stage goes with"),
+        (("--stage", "2", "--checkpoints", "a"), "--stage goes with"),
+        (("--stage", "4", "--layers", "1"), "there are 3 layers"),
+        (("--experts", "1"), "two or more"),
+        (("--experts", "3", "--shard"), "without --sequence and --shard"),
+    ],
+)
+def test_options_of_a_gpt_that_do_not_go_together(output, capsys, options, said):
+    with pytest.raises(SystemExit):
+        output(GPT, *options)
+    assert said in capsys.readouterr().err
 
 
 def test_a_gpt_draws_its_losses_and_writes(tmp_path, output):

@@ -15,6 +15,7 @@ from spmd.autodiff import tree
 from spmd.bridge.torch.data_parallel import DataParallel
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.pipelines.module_stages import ModuleStages
+from spmd.bridge.torch.pipelines.states import state_of_stages
 from spmd.bridge.torch.pipelines.ties import Tie
 from spmd.bridge.torch.pipelines.values import WHERE, Value, held_as, structured
 from spmd.bridge.torch.rng import random_word, worker_generator
@@ -157,6 +158,13 @@ class Pipeline(nn.Module):
         outputs = step.stages.outputs
         value = step.from_last(_joined([outputs[k] for k in sorted(outputs)]) if outputs else None)
         return structured(value.structure, value.tensors)
+
+    def state_of_stages(self, state_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
+        """The states of all stages on every worker, for `spt.state_dict`. state_of: gives that of a stage."""
+        worker = here(WHERE)
+        with uneven_calls(worker):
+            own = {k: state_of(stage) for k, stage in self.modules_by_stage.items()}
+        return state_of_stages(own, self.schedule, self.axis_name, worker, device_of(worker))
 
     def norm_of_stages(self, p: float) -> torch.Tensor:
         """The p-norm of the gradients of all stages, for `spt.grad_norm`. Parameters that are tied count once."""

@@ -80,13 +80,12 @@ def _with_axes(
 ) -> Layout:
     """The layout of a parameter that these axes split too."""
     own = {} if base is None else dict(base.layout.axes)
-    taken = [n for n in axes if base is not None and n in base.layout.varying]
-    if base is not None and (base.layout.spec is None or taken):
+    if base is not None and base.layout.spec is None:
         raise LayoutError.at(
             WHERE,
             argument="module",
             got=f"{name}, which lies as {base.layout}",
-            need=f"parameters that {' and '.join(map(repr, axes))} do not split yet, laid out by specs",
+            need="parameters laid out by specs",
             mend="another axis of the mesh: spt.shard_parameters(spt.parallelize(net, plan), axis_name)",
         )
     mesh = {n: size for n, size in worker.mesh.axes.items() if n in axes or n in own}
