@@ -71,7 +71,7 @@ def data_parallel(
     Forward: `module(...)`, whose tensors vary over axis_name in every gradient mode. `model.module(x)` is the module
     alone, for an x that is the same on all workers. See `DataParallel` for backward.
     Raises MeshError outside of bodies and on another mesh, StateError for a module that two workers share,
-    MismatchError where modules differ.
+    MismatchError where modules differ, LayoutError for parameters that axis_name splits.
 
         >>> def body(x):
         ...     model = spt.data_parallel(torch.nn.Linear(3, 1), "data", reduction="mean")
