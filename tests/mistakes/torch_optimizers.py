@@ -51,6 +51,16 @@ def _unsynced(model: Any, x: torch.Tensor) -> None:
         model(x).sum().backward()
 
 
+def _unsummed() -> Any:
+    def body(x: torch.Tensor) -> None:
+        net = nn.Linear(2, 4)
+        optimizer = spt.shard_optimizer(SGD(net.parameters(), lr=0.1), "data")
+        net(x).sum().backward()
+        optimizer.step()
+
+    return spt.map(body, P("data"), None, check=False)(torch.arange(12.0).reshape(6, 2))
+
+
 def _own(model: Any, x: torch.Tensor) -> None:
     (model.weight.grad,) = torch.autograd.grad(model(x).sum(), [model.weight])
     model.weight.grad = spt.varying(model.weight.grad, "data")
@@ -119,6 +129,15 @@ ROWS = [
         "Varying(data) tensor float32[4, 2]",
         "the same gradient on all workers along 'data'",
         "spt.psum(p.grad, axis_name)",
+    ),
+    Row(
+        "a step with a worker's own gradients, without states",
+        _unsummed,
+        StateError,
+        STEP + ".grad",
+        "float32[4, 2], which differs between workers",
+        "the same gradient on all workers along 'data'",
+        "spt.data_parallel(module, axis_name)",
     ),
     Row(
         "a step before the sum",

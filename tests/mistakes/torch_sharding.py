@@ -52,6 +52,16 @@ def stepped(split: Callable[[Any], Any]) -> Callable:
     return lambda: spt.map(body, P(), None)(X)
 
 
+def _unchecked(use: Callable[[Any, Any], Any]) -> Callable:
+    """A call of a function with a sharded module and this worker's data, in a body without states."""
+    return lambda: spt.map(lambda x: use(spt.shard_parameters(pair(), "data"), x), P("data"), None, check=False)(X)
+
+
+def _replaced(net: Any, x: Any) -> None:
+    net[1].weight = nn.Parameter(torch.ones(3, 4))
+    net(x)
+
+
 SHARD = "spt.shard_parameters: argument"
 
 ROWS = [
@@ -74,6 +84,13 @@ ROWS = [
         sharded(lambda net: net(X).sum().backward(create_graph=True)), DifferentiationError,
         "a module of spt.shard_parameters", "create_graph=True", "a backward that is not differentiated",
         "spt.data_parallel"),
+    Row("a part of a unit that is called alone, without states", _unchecked(lambda net, x: net[0](x)), LayoutError,
+        "torch's linear", "outside of the forward of its unit, beside", "the whole parameter", "model(x)"),
+    Row("the differentiated whole of a parameter, without states",
+        _unchecked(lambda net, x: net[0].weight.whole()), LayoutError,
+        "p.whole()", "outside of the forward of its unit, differentiated", "the whole parameter", "check=True"),
+    Row("a parameter that was replaced, without states", _unchecked(_replaced), StateError,
+        "a module of spt.shard_parameters: argument 1.weight", "nobody gathers it", "with new values", "copy_(values)"),
     Row("a forward outside of bodies", _left_its_body, MeshError,
         "a module of spt.shard_parameters", "outside of any body", "spt.map(main", "spt.state_dict(model)"),
     Row("sharded outside of bodies", lambda: spt.shard_parameters(pair(), "data"), MeshError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from spmd.bridge.torch.module_broadcast import any_worker, broadcast_first
 from spmd.bridge.torch.shards import Shard, gather_parts
 from spmd.bridge.torch.tensor_state import gradient_sync_of, is_partitioned, local_data, state_of_tensor
 from spmd.bridge.torch.uneven_calls import uneven_calls
+from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError, describe, message
 from spmd.mesh import Worker, here
 from spmd.tracebacks import api_boundary
@@ -100,11 +103,12 @@ class ShardedOptimizer(Optimizer):
     _shards: dict[int, Shard]
     _split_gradients: bool
     _master_dtype: torch.dtype | None
+    _compared: bool
 
     def _shard(
         self, worker: Worker, axes: tuple[str, ...], split_gradients: bool, master_dtype: torch.dtype | None
     ) -> None:
-        self._shard_axes, self._shards = axes, {}
+        self._shard_axes, self._shards, self._compared = axes, {}, worker.tracked
         self._split_gradients, self._master_dtype = split_gradients, master_dtype
         for group in self.param_groups:
             self._add_shards(worker, group["params"])
@@ -139,6 +143,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_synced()
+        self._check_same(worker)
         with torch.no_grad():
             with self._on_parts() as parts:
                 _unhooked_step(super().step)(self)
@@ -162,6 +167,22 @@ class ShardedOptimizer(Optimizer):
                 need="the sum over workers",
                 mend="the last backward before step outside of no_sync",
             )
+
+    def _check_same(self, worker: Worker) -> None:
+        """In the first step of a body without states, compare gradients that nothing sums with those of the first
+        worker. Raises StateError where they differ."""
+        alone = [p for p in chain(*self._parameters()) if self._shards[id(p)].is_split and gradient_sync_of(p) is None]
+        alone = [p for p in alone if not is_partitioned(p)]
+        if self._compared or not alone:
+            return
+        self._compared = True
+        sums = [0 if p.grad is None else _checksum(p.grad) for p in alone]
+        own = torch.tensor(sums, device=device_of(worker))
+        first = broadcast_first(worker, self._shard_axes, own, "checksums of gradients")
+        differs = any_worker(worker, self._shard_axes, (own != first).tolist(), "whether gradients differ")
+        if any(differs):
+            grad = alone[differs.index(True)].grad
+            raise _differing(f"{describe(grad)}, which differs between workers", self._shard_axes)
 
     @contextmanager
     def _on_parts(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -271,13 +292,24 @@ def _unhooked_step(step: Any) -> Callable[..., Any]:
 def _check_gradient(grad: torch.Tensor, shard: Shard) -> None:
     varying = state_of_tensor(grad).varying & {*shard.axes}
     if varying:
-        raise StateError.at(
-            f"optimizer.step of {_WHERE}",
-            argument=".grad",
-            got=describe(grad),
-            need=f"the same gradient on all workers along {', '.join(map(repr, sorted(varying)))}",
-            mend="spt.data_parallel(module, axis_name), or p.grad = spt.psum(p.grad, axis_name)",
-        )
+        raise _differing(describe(grad), sorted(varying))
+
+
+def _differing(got: str, axes: Sequence[str]) -> StateError:
+    return StateError.at(
+        f"optimizer.step of {_WHERE}",
+        argument=".grad",
+        got=got,
+        need=f"the same gradient on all workers along {', '.join(map(repr, axes))}",
+        mend="spt.data_parallel(module, axis_name), or p.grad = spt.psum(p.grad, axis_name)",
+    )
+
+
+def _checksum(grad: torch.Tensor) -> int:
+    if is_partitioned(grad):  # set by the program: each worker has its part
+        return 0
+    own = local_data(grad).detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(own.view(torch.uint8).numpy())
 
 
 def _check_optimizer(optimizer: Any, elementwise: bool | None) -> None:

@@ -151,6 +151,24 @@ def test_parameters_that_are_replaced(check):
 
 
 @pytest.mark.parametrize("check", CHECKS)
+def test_parameters_that_are_converted_and_back(check):
+    """Torch then has other nodes that accumulate their gradients, which hooks have to be on."""
+    x = randn(6, 5, seed=1)
+    serial = drawn(Net(), 5).float().double()
+    serial(x).sin().sum().backward()
+
+    def main(worker):
+        model = spt.data_parallel(drawn(Net(), 5), "data")
+        model.float()
+        model.double()
+        model(share(x, worker, 3)).sin().sum().backward()
+        return gradients(model)
+
+    for result in on_workers(3, main, check=check):
+        assert_near(result, gradients(serial))
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_copies_have_sums_of_their_own(check):
     x = randn(6, 5, seed=1)
     serial = serial_run(drawn(Net(), 2), x)

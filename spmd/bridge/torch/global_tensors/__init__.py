@@ -14,7 +14,7 @@ from spmd.bridge.torch.global_tensors import (  # noqa: F401
 )
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, functions_named, outside_vmap
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor, global_tensor
-from spmd.bridge.torch.partitioned.registry import BESIDE_WHOLES, FUNCTIONS
+from spmd.bridge.torch.partitioned.registry import BESIDE_WHOLES, FUNCTIONS, LAYERS
 
 __all__ = ["GlobalTensor", "global_tensor"]
 
@@ -24,6 +24,7 @@ _LAYERS = """
     batch_norm layer_norm rms_norm group_norm instance_norm
     multi_head_attention_forward _weight_norm
 """
-FUNCTIONS |= {function: outside_vmap(HANDLERS[function]) for function in functions_named(_LAYERS)}
+LAYERS |= {*functions_named(_LAYERS)}
+FUNCTIONS |= {function: outside_vmap(HANDLERS[function]) for function in LAYERS}
 _OPERATORS = {function for function in HANDLERS if function not in FUNCTIONS} | {*functions_named("matmul __matmul__")}
 BESIDE_WHOLES |= {function: HANDLERS[function] for function in _OPERATORS}

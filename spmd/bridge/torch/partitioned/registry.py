@@ -25,6 +25,9 @@ tensors and on lists, and "" refuses what has no other handler."""
 FUNCTIONS: dict[Any, Handler] = {}
 """By the function; None handles all others."""
 
+LAYERS: set[Any] = set()
+"""The functions among them of data and parameters, such as `linear`."""
+
 BESIDE_WHOLES: dict[Any, Handler] = {}
 """By the function, where a differentiated tensor that all workers have is an operand too: its cotangent has to become
 that of the whole again. The functions of global tensors."""

@@ -24,6 +24,7 @@ from spmd.bridge.torch.partitioned.placement import (
     worker_of,
 )
 from spmd.bridge.torch.partitioned.registry import call, run
+from spmd.bridge.torch.partitioned.undeclared import check_beside_data, outside_of_unit
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
 from spmd.bridge.torch.worker_context import context_of
@@ -68,6 +69,8 @@ class PartitionedTensor(torch.Tensor):
     _block: torch.Tensor
     _placement: Placement
     _state: State
+    unit_gathers = False
+    """Whether `spt.shard_parameters` gathers it where its unit is called."""
 
     @staticmethod
     def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
@@ -151,6 +154,7 @@ class PartitionedTensor(torch.Tensor):
             if not self.is_leaf:
                 return torch.Tensor.__deepcopy__(self, memo)  # raises torch's error
             copied = new_leaf(type(self), self._block.clone(), self._placement, self._state, self.requires_grad, self)
+            copied.unit_gathers = self.unit_gathers
             memo[id(self)] = copied
             if self.grad is not None:
                 copied.grad = copy.deepcopy(self.grad, memo)
@@ -176,6 +180,7 @@ class PartitionedTensor(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and any(getattr(t, "__spmd_global__", False) for t in types):
             return NotImplemented  # `GlobalTensor` handles both
+        check_beside_data(func, args, kwargs or {})
         return call(func, args, kwargs or {})
 
     @classmethod
@@ -386,7 +391,11 @@ def _whole(x: Any) -> torch.Tensor:
         return inner._block.new_empty(inner.shape)
     if tuple(inner.shape) != layout.shape:
         return _whole(x.reshape(layout.shape)).reshape(inner.shape)
-    block = plain(_block(x)) if torch.is_grad_enabled() and x.requires_grad else inner._block.detach()
+    differentiated = torch.is_grad_enabled() and x.requires_grad
+    worker = WORKER.get()
+    if differentiated and inner.unit_gathers and worker is not None and not worker.tracked:
+        raise outside_of_unit("p.whole()", "differentiated")
+    block = plain(_block(x)) if differentiated else inner._block.detach()
     if layout.size == 1:
         whole = block.clone()
     else:

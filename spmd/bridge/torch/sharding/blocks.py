@@ -57,11 +57,17 @@ class ShardedParameter:
         block = plain(data)[self.parts[group.index]].clone(memory_format=torch.contiguous_format)
         like = None if tuple(layout.shape) == self.outer_shape else data.new_empty(self.outer_shape, device="meta")
         self.p = new_leaf(Parameter, block, placement, INVARIANT, own.requires_grad, like)
+        self.p.unit_gathers = True
 
     @property
     def block(self) -> torch.Tensor:
         """This worker's block, without history."""
         return local_data(self.p).detach()
+
+    @property
+    def version(self) -> int:
+        """The number of writes to this worker's block."""
+        return local_data(self.p)._version
 
     def part_shape(self, k: int) -> tuple[int, ...]:
         """The shape of the block of a worker along the axis."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -24,16 +24,21 @@ class WholeParameters(Protocol):
         """The unit and the number of the parameter whose whole, of this dtype, lies in a storage."""
         ...
 
+    def version(self, unit: Any, number: int) -> int:
+        """The number of writes to a parameter."""
+        ...
+
     def fetch(self, unit: Any, number: int) -> torch.Tensor:
         """The whole of a parameter, gathered again if needed."""
         ...
 
 
 class _View(NamedTuple):
-    """A view of the whole of a parameter."""
+    """A view of the whole of a parameter, and the version of the parameter when it was saved."""
 
     unit: Any
     number: int
+    version: int
     size: Any
     stride: Any
     offset: Any
@@ -64,7 +69,7 @@ def without_wholes(wholes: WholeParameters) -> Iterator[None]:
             if x.layout is torch.strided and not (is_partitioned(x) or is_wrapped(x) or x.is_conj() or x.is_neg()):
                 found = wholes.find(x.untyped_storage()._cdata, x.dtype)
             if found is not None:
-                return _View(*found, x.size(), x.stride(), x.storage_offset())
+                return _View(*found, wholes.version(*found), x.size(), x.stride(), x.storage_offset())
             if outer is not None:
                 return _Packed(outer[0](x), outer[1])
             # An output of the node itself would hold the node: the detached tensor shares memory and version.
@@ -78,15 +83,20 @@ def _unpack_with(wholes: WholeParameters) -> Callable[[Any], torch.Tensor]:
     def unpack(saved: Any) -> torch.Tensor:
         if type(saved) is _View:
             with no_overrides():
+                _check_version(saved.size, wholes.version(saved.unit, saved.number), saved.version)
                 return wholes.fetch(saved.unit, saved.number).as_strided(saved.size, saved.stride, saved.offset)
         if type(saved) is _Packed:
             return saved.unpack(saved.value)
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{list(saved.tensor.shape)} tensor is at version {saved.tensor._version}; expected version "
-                f"{saved.version} instead."
-            )
+        _check_version(saved.tensor.shape, saved.tensor._version, saved.version)
         return saved.tensor
 
     return unpack
+
+
+def _check_version(shape: Sequence[int], version: int, expected: int) -> None:
+    """Raise torch's error where a tensor was written to since it was saved."""
+    if version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{list(shape)} tensor is at version {version}; expected version {expected} instead."
+        )

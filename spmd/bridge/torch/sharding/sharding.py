@@ -172,6 +172,9 @@ class Sharding:
         found = self.storages.get(storage)
         return found if found is not None and dtype is self.gathered_dtype(found[0].parameters[found[1]]) else None
 
+    def version(self, unit: Unit, number: int) -> int:
+        return unit.parameters[number].version
+
     def fetch(self, unit: Unit, number: int) -> torch.Tensor:
         """The whole of a parameter, for backward."""
         with self.acting() as worker, torch.no_grad():
@@ -195,7 +198,7 @@ class Sharding:
             for number, whole in enumerate(wholes.wait()):
                 self.storages[whole.untyped_storage()._cdata] = unit, number
         assert wholes.tensors is not None
-        if changed:
+        if changed and (backward or self.running):  # a unit that is called alone says nothing about the next one
             for following in order.following(self.prefetch):
                 if following not in self.wholes and following.parameters:
                     self._make_room(self.prefetch - 1, unit)
@@ -240,7 +243,7 @@ class Sharding:
             wholes = call.wholes(worker, data)
             del data
             hooks = without_wholes(self) if self.reshard and torch.is_grad_enabled() and not again else nullcontext()
-            with hooks, unit.replaced(wholes), assigned(RUNNING, (*RUNNING.get(), call)):
+            with hooks, unit.replaced(wholes, worker.tracked), assigned(RUNNING, (*RUNNING.get(), call)):
                 yield
         finally:
             unit.depth -= 1
