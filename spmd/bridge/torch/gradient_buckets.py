@@ -13,7 +13,14 @@ from spmd.bridge.torch.tensor_state import block_nbytes, local_data
 from spmd.errors import StateError
 from spmd.transport.handles import Handle
 
-__all__ = ["Bucket", "ParameterGradient", "fill_buckets"]
+__all__ = ["Bucket", "ParameterGradient", "accumulator", "fill_buckets"]
+
+
+def accumulator(p: torch.Tensor) -> Any:
+    """The AccumulateGrad node of a leaf. Torch makes another one where the dtype of the leaf was another meanwhile."""
+    with torch.enable_grad():
+        view: Any = p.view_as(p)
+    return view.grad_fn.next_functions[0][0]
 
 
 class ParameterGradient:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from spmd.bridge.torch.gradient_buckets import Bucket, ParameterGradient, fill_buckets
+from spmd.bridge.torch.gradient_buckets import Bucket, ParameterGradient, accumulator, fill_buckets
 from spmd.bridge.torch.interop import array_dtype, block_of, write
 from spmd.bridge.torch.module_broadcast import (
     WHERE,
@@ -169,7 +169,7 @@ class GradientSync:
         return (
             any(p.requires_grad for p in self.fixed)
             or any(g.p.dtype is not b.like.dtype for b in self.buckets for g in b.gradients)
-            or any(g.p.requires_grad and _accumulator(g.p) is not g.node for g in self.gradients)
+            or any(g.p.requires_grad and accumulator(g.p) is not g.node for g in self.gradients)
             or any(owner.get(name) is not p for owner, name, p in self.entries)
         )
 
@@ -211,7 +211,7 @@ class GradientSync:
             if sync is not None:
                 sync._after_accumulate(g)
 
-        g.node = _accumulator(g.p)  # keeps the node alive, so torch makes no other
+        g.node = accumulator(g.p)  # keeps the node alive, so torch makes no other
         self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
 
     # The worker
@@ -489,13 +489,6 @@ class GradientSync:
         copy_module(worker, self.axes, model.module, verify)
         if worker.tracked:
             self.undeclared = differing(worker, model.module, (*self.axes, *model.varying))
-
-
-def _accumulator(p: torch.Tensor) -> Any:
-    """The AccumulateGrad node of a leaf. Torch makes another one where the dtype of the leaf was another meanwhile."""
-    with torch.enable_grad():
-        view: Any = p.view_as(p)
-    return view.grad_fn.next_functions[0][0]
 
 
 def _release(claimed: list[int], handles: list[Any]) -> None:
