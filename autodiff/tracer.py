@@ -84,6 +84,9 @@ class Mixing:
     def differentiated(self, scalar: Array) -> None:
         """A traced scalar whose gradient is asked for."""
 
+    def gives(self, scalar: Array, gradients: list) -> None:
+        """The gradients of a scalar, before the caller gets them."""
+
     def alike(self, args: Any) -> Any:
         """Operands outside of maps: where some are spread over workers, so are the traced ones, whose cotangents then
         come back as what they are. The same object, if nothing is to change."""

@@ -227,7 +227,10 @@ def _value_and_gradient(
         seeds = [(scalar.node, one_like(value_of(scalar)))] if on(scalar, tape) else []
         if seeds:
             tracer.mixing.differentiated(scalar)
-        found = iter(pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True))
+        gradients = pulled(tape, seeds, [x for xs, _ in lifted for x in xs], free=True)
+        if seeds:
+            tracer.mixing.gives(scalar, gradients)
+        found = iter(gradients)
         grads = [tree.unflatten(treedef, [next(found) for _ in xs]) for xs, treedef in lifted]
         value = lower(out, tape)
         return (value, aux) if has_aux else value, grads[0] if single else tuple(grads)

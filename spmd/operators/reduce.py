@@ -27,6 +27,7 @@ from spmd.operators.base import Collective, each_leaf, move, named
 from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary, reduce_to_all
+from spmd.operators.terms import warn_of_summed_gradient
 from spmd.operators.varying import vary, verify
 from spmd.spellings import closest
 from spmd.state import INVARIANT, state_of
@@ -164,6 +165,9 @@ def varying_of(x, names: tuple[str, ...]) -> tuple[str, ...]:
 def pmean(x: Tree, axis_name: AxisName) -> Tree:
     """The mean of x over the workers along axis_name: psum(x) / n. An Invariant array is its own mean.
 
+    Take it of the loss, not of its gradients: at Invariant parameters those are sums over the workers already, which
+    the mean leaves as they are. A warning says so where it finds one.
+
     Workers count equally, however many entries their blocks have; `spmd.mean` counts entries. As by np.mean, integers
     give float64, and float16 (bfloat16, float8) numbers are added up in float32, and rounded once. Adjoint: the
     cotangent / n, on every worker. Cost: one all-reduce forward, nothing backward.
@@ -178,6 +182,7 @@ def pmean(x: Tree, axis_name: AxisName) -> Tree:
 
     def one(a, at):
         over = reduced_axes(a, names, "spmd.pmean")
+        warn_of_summed_gradient("spmd.pmean", a, tuple(n for n in names if n not in over), here("spmd.pmean"))
         if not over:
             return a
         wide = added_up_in(a)

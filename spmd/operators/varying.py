@@ -24,7 +24,7 @@ from spmd.operators.base import Collective, move
 from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Vary
-from spmd.operators.terms import is_share, repeated_terms, warn_of_term
+from spmd.operators.terms import is_share, remember_sums, repeated_terms, warn_of_term
 from spmd.replicas.records import Source, source_of
 from spmd.replicas.verify import verify_replicas
 from spmd.state import INVARIANT, VARYING, State, state_of
@@ -152,6 +152,10 @@ class Join(Mixing):
             if count > 1 and not is_share(name, term.args, count):
                 warn_of_term("spmd.grad", axes, count, worker)
                 return
+
+    def gives(self, scalar: Array, gradients: list) -> None:
+        if WORKER.get() is not None and scalar.state and scalar.state.varying:
+            remember_sums(gradients, scalar.state.varying)
 
     def differentiates(self, leaves: list) -> None:
         worker = WORKER.get()

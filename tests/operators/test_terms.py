@@ -93,6 +93,43 @@ def test_python_shows_it_once():
     assert len([w for w in found if "counts" in str(w.message)]) == 1
 
 
+GRADIENTS = {
+    "of own means": (lambda w, x: spmd.pmean(spmd.grad(squares)(w, x), "x"), True),
+    "beside the value": (lambda w, x: spmd.pmean(spmd.value_and_grad(squares)(w, x), "x")[1], True),
+    "of contributions": (lambda w, x: spmd.pmean(spmd.grad(squares)(spmd.pvary(w, "x"), x), "x"), False),
+    "of a mean": (lambda w, x: spmd.pmean(spmd.grad(lambda w: spmd.pmean(squares(w, x), "x"))(w), "x"), False),
+    "of a mean, after another": (
+        lambda w, x: spmd.grad(squares)(w, x) * 0 + spmd.pmean(spmd.grad(lambda w: spmd.mean(x @ w, "x"))(w), "x"),
+        False,
+    ),
+    "changed since": (lambda w, x: spmd.pmean(spmd.grad(squares)(w, x) / 2, "x"), False),
+    "without pmean": (lambda w, x: spmd.grad(squares)(w, x), False),
+}
+
+
+def squares(w, x):
+    return np.mean((x @ w) ** 2)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_mean_of_a_gradient_that_is_a_sum(name, n, jit, scheduler):
+    """A warning at the user's line, once a call; the gradient stays the sum, or is the mean that was asked for."""
+    body, is_sum = GRADIENTS[name]
+    step = spmd.map(body, (P(), P("x")), P(), mesh=spmd.Mesh(x=n, scheduler=scheduler))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        (spmd.jit(step) if jit else step)(W, X)
+    found = [w for w in found if "spmd.pmean" in str(w.message)]
+    assert len(found) == (is_sum and n > 1)
+    for w in found:
+        assert f"the sum over the {n} workers" in str(w.message)
+        assert "pmean(loss, 'x')" in str(w.message)
+        assert "pvary(params, 'x')" in str(w.message)
+        assert w.filename == __file__
+
+
 @pytest.mark.host("a body makes its tensors on the host")
 @pytest.mark.parametrize("how", ["backward", "grad"])
 @pytest.mark.parametrize("name", TERMS)
