@@ -10,6 +10,7 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff import tracer, tree
+from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import check_scalar, pullback_of
 from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe
@@ -43,15 +44,16 @@ def accumulate(
     which loss takes it, () for the worker's own samples. None: a result that is one value along the axes that split the
     samples is a mean over all of them, as `spmd.mean(errors, "data")` is; one that varies, over the worker's own; it
     must be said where parameters vary over these axes too. has_aux: loss gives (value, aux); the result is
-    ((value, list of aux), gradient).
+    ((value, list of aux), gradient). Of a mean, parts without samples on any worker are left out.
 
-    In a body the samples of each worker are divided, and the gradients have the states that `value_and_grad` gives:
-    at Invariant parameters they are sums, at `spmd.pvary(params, axis_name)` contributions, as `spmd.optim.shard`
-    takes them. Cost: for all parts together one sum of the gradients, as `value_and_grad` has it; for "mean" one
-    all-reduce of the counts; and the collectives in loss, once for each part: so are the sums owed by what loss makes
-    of Invariant parameters alone. Differentiated again, each part sends its sums. Raises LayoutError for samples of
-    different numbers, SpecError for other options, StateError if axis_name must be said, MeshError for global arrays
-    outside of bodies. Source: Huang et al., "GPipe: Efficient training of giant neural networks", NeurIPS 2019.
+    In a body the samples of each worker are divided, and the gradients have the states that `value_and_grad` gives: at
+    Invariant parameters they are sums, at `spmd.pvary(params, axis_name)` contributions, as `spmd.optim.shard` takes
+    them. Cost: for all parts together one sum of the gradients, as `value_and_grad` has it; for "mean" one all-reduce
+    of the counts, two if loss takes it over only some of the axes that split the samples; and the collectives in loss,
+    once for each part: so are the sums owed by what loss makes of Invariant parameters alone. Differentiated again,
+    each part sends its sums. Raises LayoutError for samples of different numbers, SpecError for other options,
+    StateError if axis_name must be said, MeshError for global arrays outside of bodies. Source: Huang et al., "GPipe:
+    Efficient training of giant neural networks", NeurIPS 2019.
 
         >>> def step(w, x):
         ...     return spmd.training.accumulate(lambda w, x: spmd.mean((w * x) ** 2, "data"), 2)(w, x)
@@ -80,7 +82,7 @@ def accumulate(
         parts, sizes, axes = _divided(batch, int(microbatches), params)
         weights = _Weights(sizes, axes, axis_name, params) if reduction == "mean" else None
         run = _Accumulation(loss, has_aux, params)
-        for k, part in enumerate(parts):
+        for k, part in enumerate(parts if weights is None else parts[: weights.parts_with_samples()]):
             run.add(part, weights, k)
         value = (run.value, run.auxes) if has_aux else run.value
         return value, run.gradient()
@@ -148,8 +150,20 @@ class _Weights:
     """The share of each part in all samples. They are counted once it is known over which axes loss takes the mean."""
 
     def __init__(self, sizes: tuple[int, ...], axes: frozenset[str], axis_name: Any, params: Any):
-        self.sizes, self.axes, self.axis_name, self.params = sizes, axes, axis_name, params
+        self.sizes, self.axes, self.axis_name, self.params = np.asarray(sizes, np.float64), axes, axis_name, params
         self.shares: Any = None
+        worker = WORKER.get()
+        self.over_all = () if worker is None else tuple([n for n in worker.mesh.axes if n in axes])
+        self.counts = self._summed(self.over_all)
+
+    def _summed(self, over: tuple[str, ...]) -> Any:
+        """The lengths of the parts, summed over these axes."""
+        counts = varying(self.sizes, self.over_all) if self.over_all else self.sizes
+        return psum(counts, over) if over else counts
+
+    def parts_with_samples(self) -> int:
+        """How many parts have samples on any worker; at least one. Shapes decide it, also in a recorded program."""
+        return max(1, int(np.count_nonzero(slot_of(value_of(self.counts)))))
 
     def of(self, value: Any, k: int) -> Any:
         """The share of part k of a loss; nothing of a part without samples."""
@@ -159,12 +173,10 @@ class _Weights:
         return np.where(share == 0, np.zeros_like(value), value * share)
 
     def _counted(self, value: Any) -> Any:
-        counts: Any = np.asarray(self.sizes, np.float64)
-        worker = WORKER.get()
-        if worker is not None and self.axes:
+        counts, worker = self.counts, WORKER.get()
+        if worker is not None and self.over_all:
             over = self._axes_of_mean(worker, value)
-            counts = varying(counts, tuple(self.axes))
-            counts = psum(counts, over) if over else counts
+            counts = counts if over == self.over_all else self._summed(over)
         return counts / np.sum(counts)
 
     def _axes_of_mean(self, worker: Worker, value: Any) -> tuple[str, ...]:

@@ -88,6 +88,44 @@ def test_gradients_are_summed_once():
     assert log.messages == 2
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("samples", [1, 5, 7])
+@pytest.mark.parametrize("jit", [False, True])
+def test_parts_without_samples_anywhere_are_left_out(samples, jit, scheduler):
+    """Their mean is 0 / 0. Some workers have fewer parts of samples than others; gradients come in one message."""
+    x = np.random.default_rng(samples).standard_normal((samples, 3))
+    calls = []
+
+    def loss(w, x):
+        calls.append(x.shape[0])
+        return spmd.mean((x @ w) ** 2, "data")
+
+    with spmd.Mesh(data=4, scheduler=scheduler):
+        step = spmd.map(lambda w, x: accumulate(loss, 3)(w, x), in_specs=(P(), P("data")), out_specs=P())
+        step = spmd.jit(step) if jit else step
+        for w in (np.ones(3), np.arange(3.0)):
+            expected = spmd.value_and_grad(lambda w: np.mean((x @ w) ** 2))(w)
+            cases.assert_close(step(w, spmd.put(x, P("data"))), expected)
+    parts = -(-samples // 4)
+    assert len(calls) % (4 * parts) == 0
+    assert sum(calls) == samples * len(calls) // (4 * parts)
+
+
+def test_counts_are_summed_again_where_only_some_axes_split_the_mean():
+    x = np.random.default_rng(3).standard_normal((7, 5, 2))
+
+    def step(w, x):  # a mean over `data`, of each of the workers along `model` its own
+        return accumulate(lambda w, x: spmd.mean((x @ w) ** 2, "data"), 2)(w, x)[1]
+
+    with spmd.Mesh(data=2, model=2):
+        found = spmd.map(step, in_specs=(P(), P("data", "model")), out_specs=P())(np.ones(2), x)
+
+    def serial(w):
+        return np.mean((x[:, :3] @ w) ** 2) + np.mean((x[:, 3:] @ w) ** 2)
+
+    cases.assert_close(found, spmd.grad(serial)(np.ones(2)))
+
+
 def test_with_shard_ten_steps_are_those_of_one_worker():
     plain, samples = optim.adamw(0.05), 11
     optimizer = optim.shard(optim.clipped(plain, 0.5), "data")
