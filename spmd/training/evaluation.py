@@ -14,7 +14,7 @@ from spmd import device
 from spmd.array import PartitionedArray
 from spmd.autodiff import stop_gradient, tree
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, MeshError, StateError, all_of, axes_of, describe
+from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError, all_of, axes_of, describe
 from spmd.frontends import frontend
 from spmd.mesh import WORKER, Worker
 from spmd.operators.apply import operate
@@ -53,12 +53,12 @@ def evaluate(
     and gives global arrays, or arrays of NumPy.
 
     Returns the dict of means, float64, or the single mean; Invariant over axis_name. Values are added up in float64, as
-    a serial loop over all samples adds them. They are not differentiated: with torch, call it under `torch.no_grad()`,
-    with losses of `reduction="none"`. Cost: in a body one all-reduce at the end, of two numbers per metric; of global
-    arrays one for each sum.
+    a serial loop over all samples adds them. They are not differentiated: a metric of traced arrays is an error, and
+    with torch, call it under `torch.no_grad()`, with losses of `reduction="none"`. Cost: in a body one all-reduce at
+    the end, of two numbers per metric; of global arrays one for each sum.
 
     Raises LayoutError for metrics that have no value per sample, StateError for one that does not vary over axis_name,
-    MeshError without axis_name in a body.
+    DifferentiationError under differentiation, MeshError without axis_name in a body.
 
         >>> x = np.arange(7.0)
         >>> def body():
@@ -112,6 +112,7 @@ def _sums_of_batch(
         argument = f"result{f'[{name!r}]' if isinstance(result, Mapping) else ''} of f"
         metric = metrics[name]
         values, weights = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, None)
+        _check_not_traced((values, weights), where, argument)
         _check_values(values, samples, where, argument)
         if worker is not None and worker.tracked:
             _check_state([x for x in (values, weights) if x is not None], names, where, argument)
@@ -123,6 +124,19 @@ def _samples(batch: Any) -> int | None:
     """The number of samples of a batch, by its first array; None if it has none."""
     shapes = (getattr(leaf, "shape", None) for leaf in tree.leaves(batch))
     return next((shape[0] for shape in shapes if shape), None)
+
+
+def _check_not_traced(arrays: Iterable[Any], where: str, argument: str) -> None:
+    for x in arrays:
+        if type(x) is Array and x.tape is not None:
+            raise DifferentiationError.at(
+                where,
+                argument=argument,
+                got=describe(x),
+                need="an array that is not differentiated: means of metrics have no gradient",
+                mend='spmd.mean(errors, "data") as a loss, spmd.training.accumulate for one of many batches; '
+                "spmd.stop_gradient(params) where metrics are watched inside of a loss",
+            )
 
 
 def _check_values(values: Any, samples: int | None, where: str, argument: str) -> None:

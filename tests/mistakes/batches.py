@@ -7,7 +7,7 @@ import numpy as np
 import spmd
 from mistakes import D, Row, X, run
 from spmd.data import Loader, Sampler
-from spmd.errors import LayoutError, MeshError, StateError
+from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.training import evaluate
 
 
@@ -147,6 +147,15 @@ METRICS = [
             "for a batch of",
             "a value per sample",
             "evaluate takes it over all samples of all workers",
+        ),
+        (
+            "a loss",
+            lambda: run(lambda x: spmd.grad(lambda x: evaluate(lambda x: x, [x], "data"))(x)),
+            DifferentiationError,
+            " of <lambda>: result of f",
+            "traced Varying(data)",
+            "an array that is not differentiated",
+            'spmd.mean(errors, "data") as a loss',
         ),
         (
             "a metric that is alike on all workers",

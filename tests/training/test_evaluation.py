@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import spmd
 from spmd import P
 from spmd.data import Loader, Sampler
-from spmd.errors import LayoutError, MeshError, MismatchError, StateError
+from spmd.errors import DifferentiationError, LayoutError, MeshError, MismatchError, StateError
 from spmd.training import evaluate
 
 X = np.random.default_rng(0).normal(size=(40, 3))
@@ -119,6 +119,16 @@ def test_integers_and_short_numbers_are_added_in_float64():
 def test_metrics_are_not_differentiated():
     with spmd.Mesh(data=2):
         loss = spmd.map(lambda w, x: np.sum(w) + evaluate(lambda x: x @ w, [x], "data"), (P(), P("data")), P())
+        with pytest.raises(DifferentiationError, match=r"evaluate of <lambda>: result of f\n  got: +traced Varying"):
+            spmd.grad(loss)(W, X)
+        with pytest.raises(DifferentiationError, match=r"result\['b'\] of f\n  got: +traced array"):
+            spmd.grad(lambda w: evaluate(lambda x: {"a": x[:, 0], "b": (x[:, 0], x @ w)}, [X])["b"])(W)
+
+        def watched(w, x):
+            metric = evaluate(lambda x: x @ spmd.stop_gradient(w), [spmd.stop_gradient(x)], "data")
+            return np.sum(w) + metric
+
+        loss = spmd.map(watched, (P(), P("data")), P())
         np.testing.assert_array_equal(spmd.grad(loss)(W, X), np.ones(3))
 
 
