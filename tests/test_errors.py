@@ -34,6 +34,7 @@ from mistakes import (
     step,
     training,
     transforms,
+    updates,
 )
 
 import spmd
@@ -58,6 +59,7 @@ EVERY = [
     *pictures.ROWS,
     *batches.ROWS,
     *training.ROWS,
+    *updates.ROWS,
 ]
 if DEVICE != "cpu":  # Numbers on a device are not compared: that would wait for it.
     by_value = {"copies that differ", "a result that differs by value", "a gradient that differs by value"}

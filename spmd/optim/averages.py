@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.optim.arguments import MISSING, check_update, leaves_like
 from spmd.optim.numbers import cast_like, checked_option, is_short, widened
-from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, moment_specs
+from spmd.optim.optimizers import Optimizer, check_optimizer, checked_array, moment_specs
 from spmd.tracebacks import api_boundary
 
 __all__ = ["EMAState", "ema"]
+
+_WHERE = "spmd.optim.ema"
 
 
 class EMAState(NamedTuple):
@@ -43,7 +46,8 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
         >>> params, state.average
         (array([-1.]), array([0.5]))
     """
-    decay = checked_option("spmd.optim.ema", "decay", decay, 0.999, below=1)
+    check_optimizer(_WHERE, optimizer, "ema(spmd.optim.adam(1e-3), 0.999)")
+    decay = checked_option(_WHERE, "decay", decay, 0.999, below=1)
 
     def init(params):
         tree.map(lambda p: checked_array("params", p), params)
@@ -53,13 +57,15 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
         )
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update(_WHERE, state, params, EMAState)
         params, inner_state = optimizer.update(grads, state.state, params, donate=donate)
-        average = tree.map(lambda a, p: cast_like(decay * a + (1 - decay) * widened(p), a), state.average, params)
-        return params, EMAState(average, inner_state)
+        leaves, structure = tree.flatten(params)
+        averages = leaves_like(_WHERE, "state.average", state.average, structure)
+        averages = [cast_like(decay * a + (1 - decay) * widened(p), a) for a, p in zip(averages, leaves, strict=True)]
+        return params, EMAState(tree.unflatten(structure, averages), inner_state)
 
     def specs(param_specs, params=None):
         of_optimizer = optimizer.specs(param_specs) if params is None else optimizer.specs(param_specs, params)
-        return EMAState(moment_specs("spmd.optim.ema", param_specs), of_optimizer)
+        return EMAState(moment_specs(_WHERE, param_specs), of_optimizer)
 
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))

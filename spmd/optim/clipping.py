@@ -9,18 +9,19 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.staging.recorder import checked, is_slot, one_line
 from spmd.autodiff.tracer import Array, value_of
-from spmd.errors import StateError, describe, message
+from spmd.errors import SpecError, StateError, describe, message
 from spmd.inner_product import inner
 from spmd.kernels import on_device
+from spmd.optim.arguments import MISSING, check_update, leaves_like
 from spmd.optim.numbers import as_python_number, cast_like, is_recorded, varying_axes, widened
-from spmd.optim.optimizers import MISSING, Optimizer, check_given
+from spmd.optim.optimizers import Optimizer, check_optimizer
 from spmd.tracebacks import api_boundary
 
 __all__ = ["clip_by_global_norm", "clipped"]
 
 
 @api_boundary
-def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
+def clip_by_global_norm(grads: Any, max_norm: float | None = None) -> Any:
     """Gradients, scaled down together to a norm of at most max_norm.
 
     grads: a pytree. The norm is `spmd.norm` over all arrays and workers: in a body Invariant arrays count once and
@@ -33,6 +34,14 @@ def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
         ...     spmd.optim.clip_by_global_norm(grads, 1.0)
         {'w': PartitionedArray([0.6, 0. ], dtype=float64, spec=P('model')), 'b': array([0.8])}
     """
+    if max_norm is None:
+        raise SpecError.at(
+            "spmd.optim.clip_by_global_norm",
+            argument="max_norm",
+            got="nothing",
+            need="a positive number, behind the gradients: it clips at once; optax makes a transformation of it",
+            mend="spmd.optim.clipped(optimizer, 1.0), or clip_by_global_norm(grads, 1.0) before an update",
+        )
     checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
     scale, wide = _scale(grads, max_norm), tree.map(widened, grads)
     return tree.map(lambda g, w: cast_like(cast_like(w * scale, w), g), grads, wide)
@@ -52,10 +61,11 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
         >>> optimizer.update(np.array([3.0, 4.0]), optimizer.init(params), params)[0]
         array([0.7, 1.6])
     """
+    check_optimizer("spmd.optim.clipped", optimizer, "clipped(spmd.optim.adam(1e-3), 1.0)")
     checked(_check_max_norm, value if is_slot(value := value_of(max_norm)) else max_norm)
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update("spmd.optim.clipped", state, params)
         _check_summed(grads, params)
         return optimizer.update(clip_by_global_norm(grads, max_norm), state, params, donate=donate)
 
@@ -65,7 +75,8 @@ def clipped(optimizer: Optimizer, max_norm: float) -> Optimizer:
 def _check_summed(grads: Any, params: Any) -> None:
     leaves, structure = tree.flatten(params)
     paths = tree.shown_paths(structure)
-    for path, p, g in zip(paths, leaves, structure.flatten_up_to(grads), strict=True):
+    given = leaves_like("spmd.optim.clipped", "grads", grads, structure)
+    for path, p, g in zip(paths, leaves, given, strict=True):
         axes = sorted(varying_axes(g) - varying_axes(p))
         if axes:
             raise StateError.at(

@@ -9,13 +9,16 @@ from typing import Any
 from spmd.autodiff import tree
 from spmd.errors import SpecError, describe
 from spmd.layout import Spec
-from spmd.optim.optimizers import MISSING, Optimizer, check_given
+from spmd.optim.arguments import MISSING, UPDATE_ORDER, check_update, leaves_like
+from spmd.optim.optimizers import Optimizer
 from spmd.spec_trees import spread
 from spmd.tracebacks import api_boundary
 
 __all__ = ["frozen", "groups"]
 
 _WHERE = "spmd.optim.groups"
+_REST = "*"
+"""The pattern of all parameters, which may be left over."""
 
 
 @api_boundary
@@ -28,7 +31,8 @@ def groups(optimizers: Mapping[str, Optimizer]) -> Optimizer:
 
     specs: (param_specs, params) -> specs of the state; params are needed if param_specs is a tree that does not reach
     down to each parameter. Cost: none but that of the optimisers. Raises SpecError for a parameter that no pattern
-    fits. Source: the parameter groups of `torch.optim`.
+    fits, and in init for a pattern that no parameter goes by; "*" may be left over. Source: the
+    parameter groups of `torch.optim`.
 
         >>> optimizer = spmd.optim.groups({"*bias": spmd.optim.frozen(), "*": spmd.optim.sgd(0.5)})
         >>> params = {"bias": np.array([1.0]), "weight": np.array([1.0])}
@@ -48,14 +52,16 @@ def groups(optimizers: Mapping[str, Optimizer]) -> Optimizer:
     optimizers = dict(optimizers)
 
     def init(params):
+        _check_patterns(optimizers, tree.structure(params))
         parts = _parts(optimizers, params)
         return tuple(optimizer.init(parts[pattern]) for pattern, optimizer in optimizers.items())
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update(_WHERE, state, params)
+        _check_state(optimizers, state)
         leaves, structure = tree.flatten(params)
         parts = _parts(optimizers, params)
-        gradients = _parts(optimizers, tree.unflatten(structure, structure.flatten_up_to(grads)))
+        gradients = _parts(optimizers, tree.unflatten(structure, leaves_like(_WHERE, "grads", grads, structure)))
         new, states = list(leaves), []
         for (pattern, optimizer), own in zip(optimizers.items(), state, strict=True):
             stepped, own = optimizer.update(gradients[pattern], own, parts[pattern], donate=donate)
@@ -101,6 +107,41 @@ def _patterns(optimizers: Mapping[str, Optimizer], structure: Any) -> list[str]:
     return found
 
 
+def _check_patterns(optimizers: Mapping[str, Optimizer], structure: Any) -> None:
+    """Raise if a pattern counts for no parameter: it is misspelt, or stands behind a wider one."""
+    taken = dict(zip(tree.dotted_paths(structure), _patterns(optimizers, structure), strict=True))
+    for pattern in optimizers:
+        if pattern == _REST or pattern in taken.values():
+            continue
+        before = next((p for path, p in taken.items() if fnmatchcase(path, pattern)), None)
+        if before is None:
+            raise SpecError.at(
+                _WHERE,
+                argument="optimizers",
+                got=f"{pattern!r}, which fits no parameter",
+                need=f"a pattern of paths such as {', '.join(map(repr, [*taken][:6])) or 'those of some parameters'}",
+                mend=f"leave it out, or write it as these paths are; {_REST!r} fits all",
+            )
+        raise SpecError.at(
+            _WHERE,
+            argument="optimizers",
+            got=f"{pattern!r}, whose parameters {before!r} takes before",
+            need="patterns of which each counts for some parameter: of several for one, the first does",
+            mend=f"{pattern!r} before {before!r}",
+        )
+
+
+def _check_state(optimizers: Mapping[str, Optimizer], state: Any) -> None:
+    if not isinstance(state, tuple) or len(state) != len(optimizers):
+        raise SpecError.at(
+            f"update of {_WHERE}",
+            argument="state",
+            got=f"a tuple of {len(state)}" if isinstance(state, tuple) else f"a {type(state).__name__}",
+            need=f"the state that init and the last update gave, a tuple of {len(optimizers)}, one for each pattern",
+            mend=f"state = optimizer.init(params); {UPDATE_ORDER}, in this order",
+        )
+
+
 def _parts(optimizers: Mapping[str, Optimizer], params: Any) -> dict[str, Any]:
     """By pattern the tree of its leaves, None in place of the others."""
     leaves, structure = tree.flatten(params)
@@ -122,7 +163,7 @@ def frozen() -> Optimizer:
     """
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update("spmd.optim.frozen", state, params, tuple)
         return params, state
 
     return Optimizer(lambda params: (), api_boundary(update), lambda param_specs, params=None: ())

@@ -12,8 +12,9 @@ from spmd.autodiff.tape import ACTIVE
 from spmd.autodiff.tracer import Array
 from spmd.inner_product import inner
 from spmd.layout import P
+from spmd.optim.arguments import MISSING, check_update, leaves_like
 from spmd.optim.numbers import cast_like, checked_option, is_recorded, widened
-from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, first_number, give_up, moment_specs
+from spmd.optim.optimizers import Optimizer, check_optimizer, checked_array, first_number, give_up, moment_specs
 from spmd.tracebacks import api_boundary
 
 __all__ = ["MixedPrecisionState", "mixed_precision"]
@@ -77,6 +78,7 @@ def mixed_precision(
         >>> params, float(state.scale), int(state.state.steps)
         (array([0.5, 2. ], dtype=float16), 2.0, 1)
     """
+    check_optimizer(_WHERE, optimizer, "mixed_precision(spmd.optim.adam(1e-3))")
     first = 1.0 if scale is None else checked_option(_WHERE, "scale", scale, 65536.0, minimum=math.ulp(0.0))
     growth = checked_option(_WHERE, "growth", growth, 2.0, minimum=1)
     backoff = checked_option(_WHERE, "backoff", backoff, 0.5, below=1)
@@ -100,8 +102,11 @@ class _Mixed(NamedTuple):
         return MixedPrecisionState(*numbers, masters, self.optimizer.init(masters))
 
     def update(self, grads, state, params=MISSING, *, donate=False):
-        check_given(params)
-        tree.map(lambda p, g: checked_array("grads", g, p), params, grads)
+        check_update(_WHERE, state, params, MixedPrecisionState)
+        leaves, structure = tree.flatten(params)
+        for p, g in zip(leaves, leaves_like(_WHERE, "grads", grads, structure), strict=True):
+            checked_array("grads", g, p)
+        leaves_like(_WHERE, "state.masters", state.masters, structure)
         grads = tree.map(lambda g, m: cast_like(cast_like(g, m) / cast_like(state.scale, m), m), grads, state.masters)
         skipped = _not_finite(grads)
         masters, inner_state = _step(self.optimizer, grads, state, skipped, donate)

@@ -23,6 +23,7 @@ from spmd.autodiff.tracer import Array, value_of
 from spmd.errors import SpecError, describe, message
 from spmd.kernels import on_device
 from spmd.layout import P, Spec
+from spmd.optim.arguments import MISSING, check_update, leaves_like
 from spmd.optim.numbers import (
     Rate,
     cast_like,
@@ -41,13 +42,12 @@ from spmd.tracebacks import api_boundary
 from spmd.transport.handles import read_only
 
 __all__ = [
-    "MISSING",
     "AdamState",
     "Optimizer",
     "SGDState",
     "adam",
     "adamw",
-    "check_given",
+    "check_optimizer",
     "checked_array",
     "first_number",
     "give_up",
@@ -125,9 +125,6 @@ class AdamState(NamedTuple):
 
 SGDState.__module__ = AdamState.__module__ = "spmd.optim"  # where checkpoints and pickles look them up
 
-MISSING = object()
-"""The parameters that an update was not given."""
-
 
 @api_boundary
 def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -> Optimizer:
@@ -158,12 +155,12 @@ def sgd(learning_rate: Rate, momentum: float = 0.0, *, nesterov: bool = False) -
         return cast_like(widened(p) - rate * direction, p), v
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update("spmd.optim.sgd", state, params, SGDState)
         rate = rate_at(learning_rate, count_of(state.steps))
-        state_trees = (state.velocity,) if momentum else ()
+        moments = {"state.velocity": state.velocity} if momentum else {}
         numbers = _kernel_options(rate, momentum, nesterov)
-        step = _Step(_sgd, numbers, partial(formula, rate))
-        params, velocity = step.on_each(2, donate, params, grads, *state_trees)
+        step = _Step("spmd.optim.sgd", _sgd, numbers, partial(formula, rate))
+        params, velocity = step.on_each(2, donate, params, grads, moments)
         return params, SGDState(next_count(state.steps), velocity if momentum else state.velocity)
 
     def specs(param_specs, params=None):
@@ -226,12 +223,13 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
         return cast_like(wide - rate * (direction + weight_decay * wide if weight_decay else direction), p), m, s
 
     def update(grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update(where, state, params, AdamState)
         steps = count_of(state.steps)
         rate, t = rate_at(learning_rate, steps), steps + 1
         numbers = _kernel_options(rate, b1, b2, eps, weight_decay, t)
-        step = _Step(_adamw, numbers, partial(formula, rate, t))
-        params, *moments = step.on_each(3, donate, params, grads, state.mean, state.square)
+        step = _Step(where, _adamw, numbers, partial(formula, rate, t))
+        given = {"state.mean": state.mean, "state.square": state.square}
+        params, *moments = step.on_each(3, donate, params, grads, given)
         return params, AdamState(next_count(state.steps), *moments)
 
     def specs(param_specs, params=None):
@@ -241,14 +239,15 @@ def _adam(where: str, learning_rate: Rate, b1: Any, b2: Any, eps: Any, weight_de
     return Optimizer(api_boundary(init), api_boundary(update), api_boundary(specs))
 
 
-def check_given(params: Any) -> None:
-    if params is MISSING:
+def check_optimizer(where: str, optimizer: Any, mend: str) -> None:
+    """Raise unless what a wrapper is given is an optimiser."""
+    if not all(callable(getattr(optimizer, name, None)) for name in Optimizer._fields):
         raise SpecError.at(
-            "update of spmd.optim",
-            argument="params",
-            got="nothing",
-            need="the parameters: an update gives new ones, where that of optax gives differences",
-            mend="params, state = optimizer.update(grads, state, params)",
+            where,
+            argument="optimizer",
+            got=describe(optimizer),
+            need="an optimiser: functions init, update and specs",
+            mend=mend,
         )
 
 
@@ -342,14 +341,17 @@ def _kernel_options(*options: Any) -> tuple[Any, ...] | None:
 class _Step(NamedTuple):
     """An update: a kernel with these numbers, and the formula where the kernel does not apply."""
 
+    where: str
     kernel: Any
     numbers: tuple[Any, ...] | None
     formula: Callable[..., tuple]
 
-    def on_each(self, count: int, donate: bool, params: Any, *gradients_and_states: Any) -> list[Any]:
-        """Apply the step to every parameter: `count` trees of results."""
+    def on_each(self, count: int, donate: bool, params: Any, grads: Any, moments: dict[str, Any]) -> list[Any]:
+        """Apply the step to every parameter: `count` trees of results. moments: trees of the state, by their names."""
         leaves, structure = tree.flatten(params)
-        rows = list(zip(leaves, *(structure.flatten_up_to(t) for t in gradients_and_states), strict=True))
+        given = {"grads": grads, **moments}
+        columns = [leaves_like(self.where, argument, t, structure) for argument, t in given.items()]
+        rows = list(zip(leaves, *columns, strict=True))
         uses_kernel = [self._kernel_applies(arrays) for arrays in rows]
         # All checks come before the first array is overwritten.
         results: list[Any] = [

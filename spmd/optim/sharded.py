@@ -18,8 +18,9 @@ from spmd.mapping import map as spmd_map
 from spmd.mesh import WORKER, Mesh, Worker
 from spmd.operators.gather import all_gather, pslice, psum_scatter
 from spmd.operators.reduce import psum
+from spmd.optim.arguments import MISSING, check_update, leaves_like
 from spmd.optim.numbers import varying_axes
-from spmd.optim.optimizers import MISSING, Optimizer, check_given, checked_array, give_up
+from spmd.optim.optimizers import Optimizer, check_optimizer, checked_array, give_up
 from spmd.optim.packing import Packing, batches, packing_of
 from spmd.optim.sharding import mesh_of, own_spec, shard_specs, sharded_spec
 from spmd.placement import put
@@ -74,14 +75,7 @@ def shard(optimizer: Optimizer, axis_name: str | Sequence[str]) -> Optimizer:
         >>> params["w"], state.mean["w"].spec
         (PartitionedArray([0.5, 0.5, 0.5], dtype=float64, spec=P(None)), P('data'))
     """
-    if not all(callable(getattr(optimizer, name, None)) for name in Optimizer._fields):
-        raise SpecError.at(
-            _WHERE,
-            argument="optimizer",
-            got=describe(optimizer),
-            need="an optimiser: functions init, update and specs",
-            mend='spmd.optim.shard(spmd.optim.adam(1e-3), "data")',
-        )
+    check_optimizer(_WHERE, optimizer, 'shard(spmd.optim.adam(1e-3), "data")')
     sharded = _Sharded(optimizer, axis_name)
     return Optimizer(api_boundary(sharded.init), api_boundary(sharded.update), api_boundary(sharded.specs))
 
@@ -105,9 +99,9 @@ class _Sharded:
         return self.optimizer.init(tree.unflatten(structure, _sliced(leaves, dims, names)))
 
     def update(self, grads, state, params=MISSING, *, donate=False):
-        check_given(params)
+        check_update(_WHERE, state, params)
         leaves, structure = tree.flatten(params)
-        given = structure.flatten_up_to(grads)
+        given = leaves_like(_WHERE, "grads", grads, structure)
         for p, g in zip(leaves, given, strict=True):
             checked_array("params", p)
             checked_array("grads", g, p)

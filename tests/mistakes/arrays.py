@@ -155,7 +155,7 @@ GLOBAL = [
         "an update without parameters",
         lambda: spmd.optim.sgd(0.1).update(here(), spmd.optim.SGDState(0, None)),
         SpecError,
-        "update of spmd.optim: argument params",
+        "update of spmd.optim.sgd: argument params",
         "nothing",
         "an update gives new ones",
         "params, state = optimizer.update(grads, state, params)",

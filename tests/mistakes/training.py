@@ -177,7 +177,7 @@ SHARDED = [
             "an update without parameters",
             lambda: spmd.optim.shard(spmd.optim.adam(), "data").update(EVEN, None),
             SpecError,
-            "update of spmd.optim: argument params",
+            "update of spmd.optim.shard: argument params",
             "nothing",
             "the parameters",
             "optimizer.update(grads, state, params)",
@@ -428,46 +428,4 @@ ACCUMULATED = [
     )
 ]
 
-CLIPPED = [
-    Row(
-        "clipped: gradients that are contributions",
-        lambda: run(lambda x: spmd.optim.clipped(spmd.optim.sgd(0.1), 1.0).update(x, None, np.ones((2, 2))), EVEN),
-        StateError,
-        "spmd.optim.clipped: argument grads",
-        "Varying(data)",
-        "summed over 'data'",
-        "spmd.optim.shard(spmd.optim.clipped(optimizer, max_norm), axis_name)",
-    ),
-]
-
-GROUPS = [
-    Row(
-        f"groups: {name}",
-        call,
-        SpecError,
-        f"spmd.optim.groups: argument {argument}",
-        got,
-        need,
-        mend,
-    )
-    for name, call, argument, got, need, mend in (
-        (
-            "no dictionary",
-            lambda: spmd.optim.groups([spmd.optim.adam()]),
-            "optimizers",
-            "list",
-            "a dictionary of optimisers by pattern",
-            "spmd.optim.adam(1e-3)",
-        ),
-        (
-            "a parameter that no pattern fits",
-            lambda: spmd.optim.groups({"*.bias": spmd.optim.frozen()}).init({"a": {"weight": EVEN}}),
-            "params",
-            "'a.weight', which fits none of '*.bias'",
-            "a pattern for each parameter",
-            '"*": spmd.optim.adam(1e-3)',
-        ),
-    )
-]
-
-ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED, *CLIPPED, *GROUPS]
+ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED]
