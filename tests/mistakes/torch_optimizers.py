@@ -143,7 +143,7 @@ ROWS = [
         "a step before the sum",
         stepped(_unsynced),
         StateError,
-        STEP + "weight",
+        "optimizer.step: argument weight",
         "this worker's own part, of a backward under no_sync",
         "the sum over workers",
         "outside of no_sync",

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.gradient_sync import GradientSync
 from spmd.bridge.torch.module_broadcast import WHERE
+from spmd.bridge.torch.stale_optimizers import watch_steps
 from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
@@ -152,6 +153,7 @@ class DataParallel(nn.Module):
         with uneven_calls(worker, bool(self.varying)):
             self._sync: GradientSync | None = GradientSync(self, worker)
             self._sync.equalize(worker, verify=init == "verify")
+        watch_steps()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         worker = WORKER.get()

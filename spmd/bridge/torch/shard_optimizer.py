@@ -19,6 +19,7 @@ from spmd.bridge.torch.module_broadcast import any_worker, broadcast_first
 from spmd.bridge.torch.shards import Shard, gather_parts
 from spmd.bridge.torch.tensor_state import gradient_sync_of, is_partitioned, local_data, state_of_tensor
 from spmd.bridge.torch.uneven_calls import uneven_calls
+from spmd.bridge.torch.unsummed import check_summed
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError, describe, message
 from spmd.mesh import Worker, here
@@ -142,7 +143,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_synced()
+        check_summed(chain(*self._parameters()), "optimizer.step")
         self._check_same(worker)
         with torch.no_grad():
             with self._on_parts() as parts:
@@ -154,19 +155,6 @@ class ShardedOptimizer(Optimizer):
             with uneven_calls(worker, worker.group(self._shard_axes).size < worker.mesh.size):
                 gather_parts(worker, self._shard_axes, [each for each in stepped if each[0].is_split])
         return loss
-
-    def _check_synced(self) -> None:
-        """Raise StateError for gradients that `spt.data_parallel` has not summed yet."""
-        syncs = {gradient_sync_of(p) for p in chain(*self._parameters())} - {None}
-        names = [name for sync in syncs for name in sync.unsynced(self._shards)]
-        if names:
-            raise StateError.at(
-                f"optimizer.step of {_WHERE}",
-                argument=names[0],
-                got="a .grad that holds this worker's own part, of a backward under no_sync",
-                need="the sum over workers",
-                mend="the last backward before step outside of no_sync",
-            )
 
     def _check_same(self, worker: Worker) -> None:
         """In the first step of a body without states, compare gradients that nothing sums with those of the first

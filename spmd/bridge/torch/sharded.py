@@ -24,6 +24,7 @@ from spmd.bridge.torch.partitioned.placement import layout_of
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, split_like
 from spmd.bridge.torch.rng import drawing
 from spmd.bridge.torch.tensor_state import is_partitioned, plain
+from spmd.bridge.torch.unsummed import check_summed
 from spmd.bridge.torch.worker_context import assigned, context_of, device_of
 from spmd.errors import LayoutError, StateError, describe
 from spmd.layout import Layout, P
@@ -278,6 +279,8 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
 
 def norm_of_gradients(parameters: Iterable[nn.Parameter], p: float) -> torch.Tensor:
     """The p-norm of the gradients of parameters."""
+    parameters = list(parameters)
+    check_summed(parameters, "spt.grad_norm")
     largest = p == float("inf")
     device = device_of(WORKER.get())
     parts: dict[tuple[str, ...], list[torch.Tensor]] = {}

@@ -1,6 +1,7 @@
-"""Optimisers made before their module was split: they hold parameters that the split module does not have.
+"""Checks before a step of an optimiser, which would train wrongly or nothing, without a sign of it.
 
-A step of such an optimiser would train nothing, without a sign of it.
+An optimiser made before its module was split holds parameters that the split module does not have. After a backward
+under `no_sync` gradients are not summed over workers yet.
 """
 
 from __future__ import annotations
@@ -12,31 +13,34 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spmd.bridge.torch.unsummed import check_summed
 from spmd.errors import StateError, describe
 
-__all__ = ["note_copied", "note_replaced"]
+__all__ = ["note_copied", "note_replaced", "watch_steps"]
 
 
 def note_replaced(parameter: Any, where: str) -> None:
     """A parameter has been replaced in its module: no optimiser is to step it any more."""
     parameter._spmd_replaced = where
-    _watch_steps()
+    watch_steps()
 
 
 def note_copied(module: nn.Module, where: str) -> None:
     """A split copy of a module has been made: an optimiser of the original has gradients only if that is trained."""
     for parameter in module.parameters():
         parameter._spmd_copied = where  # type: ignore[attr-defined]
-    _watch_steps()
+    watch_steps()
 
 
 @lru_cache(maxsize=1)
-def _watch_steps() -> None:
+def watch_steps() -> None:
+    """Check optimisers before their steps from now on."""
     register_optimizer_step_pre_hook(_check_parameters)
 
 
-def _check_parameters(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Raise for a parameter that was replaced, and where none has a gradient and one is of a module that was copied."""
+def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise for a parameter that was replaced, where none has a gradient and one is of a module that was copied, and
+    for a gradient that is not summed."""
     copied, idle = None, True
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -48,6 +52,8 @@ def _check_parameters(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             idle = idle and p.grad is None
     if idle and copied is not None:
         raise _stale(optimizer, copied, vars(copied)["_spmd_copied"])
+    if all(closure is None for closure in (*args[1:], *kwargs.values())):  # a closure may have the sum
+        check_summed((p for group in optimizer.param_groups for p in group["params"]), "optimizer.step")
 
 
 def _stale(optimizer: Optimizer, parameter: Any, where: str) -> StateError:

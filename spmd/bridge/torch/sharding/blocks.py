@@ -12,13 +12,14 @@ from spmd.bridge.torch.partitioned.parameter import Parameter
 from spmd.bridge.torch.partitioned.placement import Placement, own_placement
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
 from spmd.bridge.torch.tensor_state import INVARIANT, is_partitioned, local_data, plain
+from spmd.bridge.torch.unsummed import hang_up, take_down
 from spmd.errors import LayoutError
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
 from spmd.optim.sharding import sharded_layout
 from spmd.transport.call import Group
 
-__all__ = ["WHERE", "ShardedParameter", "block_gradient"]
+__all__ = ["WHERE", "ShardedParameter", "block_gradient", "copy_unsummed", "leave_unsummed"]
 
 WHERE = "spt.shard_parameters"
 
@@ -29,11 +30,11 @@ class ShardedParameter:
 
     name: in the module. p: the `spt.Parameter` of this worker's block; the parameter itself where it is a number.
     base: how a plan splits it; None: not at all. shape: of its whole; outer_shape: the shape that the module knows.
-    parts: for each worker along the axis, where its block lies in the whole. slots: the modules that have it, and the
-    names there.
+    parts: for each worker along the axis, where its block lies in the whole. index: of this worker there. slots: the
+    modules that have it, and the names there.
     """
 
-    __slots__ = ("base", "name", "outer_shape", "p", "parts", "shape", "slots")
+    __slots__ = ("base", "index", "name", "outer_shape", "p", "parts", "shape", "slots")
 
     def __init__(self, name: str, own: nn.Parameter, axes: tuple[str, ...], worker: Worker):
         self.name = name
@@ -43,6 +44,7 @@ class ShardedParameter:
         data = local_data(own).detach()
         self.shape = tuple(data.shape)
         group = worker.group(axes)
+        self.index = group.index
         if not self.outer_shape:
             self.p: Any = own
             self.parts: list[tuple[slice, ...]] = [()] * group.size
@@ -120,3 +122,23 @@ def block_gradient(q: ShardedParameter, g: torch.Tensor) -> Any:
     if not is_partitioned(q.p):
         return g
     return PartitionedTensor(g, q.p._placement, q.outer_shape)
+
+
+def leave_unsummed(q: ShardedParameter, whole: torch.Tensor) -> None:
+    """Keep this worker's own gradient of a whole until the sum."""
+    block = q.part(whole, q.index).detach().to(q.block.dtype).contiguous()
+    hang_up(q.name, q.p, whole, block_gradient(q, block))
+
+
+def copy_unsummed(parameters: Sequence[ShardedParameter], copies: Sequence[ShardedParameter]) -> None:
+    """Give copies of parameters copies of the gradients that are not summed yet."""
+    for q, copied in zip(parameters, copies, strict=True):
+        whole = take_down(q.p)
+        if whole is not None:
+            alone = q.p.grad is None
+            leave_unsummed(q, whole)
+            if alone:
+                copied.p.grad = None
+            elif copied.p.grad is not None:
+                vars(copied.p.grad).pop("_unsummed", None)
+            leave_unsummed(copied, whole.clone())

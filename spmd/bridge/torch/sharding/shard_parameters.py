@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -59,8 +59,9 @@ def shard_parameters(
     module: this worker's own, or that of `spt.parallelize`. Parameters become `spt.Parameter`s, split over axis_name
     too, as by `spmd.training.shard_specs`; numbers stay whole. Optimisers, `spt.state_dict`, `spmd.save` take them.
     unit: the submodules whose parameters are gathered together before forward and released after it: classes, patterns
-    of names (`"layers.*"`, as of a plan) or a function of a name and a module. The module itself is a unit too, of all
-    other parameters. One that several modules share belongs to the innermost unit around them.
+    of names, as of a plan, or a function of a name and a module. Of a pattern the outermost modules that match are
+    units: by `"layers.*"` each layer, and no part of one. The module itself is a unit too, of all other parameters. One
+    that several modules share belongs to the innermost unit around them.
     prefetch: how many units are gathered ahead, while one computes, in the order of the last step; in backward too.
     reshard_after_forward: False keeps whole parameters from forward until backward has used them.
     reduction: what `.grad` holds, as for `spt.data_parallel`: "sum" of the workers' own gradients, or their "mean".
@@ -70,10 +71,14 @@ def shard_parameters(
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker.
 
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
-    again, and each unit's gradients are summed in one message per dtype while backward goes on. With prefetch=1 two
-    units are whole at a time, and those around them. In `with model.no_sync():` backward keeps this worker's own
-    gradients of the wholes; the next backward outside sums everything. If arguments are global tensors split over
+    again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make equally
+    many backwards that sum; a part of a minibatch may be empty. With prefetch=1 two units are whole at a time, and
+    those around them. If arguments are global tensors split over
     axis_name, as by in_specs=P("data"), results and gradients are those of one worker.
+    no_sync: in `with model.no_sync():` backward sends no gradients and adds this worker's own gradients of the wholes,
+    in reduce_dtype: as much memory as whole gradients. `.grad` shows a block of them. The next backward outside sums
+    everything; until then, steps and norms raise StateError, and `optimizer.zero_grad()` drops what is not summed.
+    `spt.shard_optimizer` leaves the optimiser of a sharded module as it is: its states are those of blocks.
     Cost: for each unit and dtype one all-gather in forward, one in backward, and one reduce-scatter.
     Raises StateError for modules sharded already, lazy parameters and units that match nothing, DifferentiationError
     for backward with create_graph=True, MeshError outside of bodies.
@@ -128,10 +133,13 @@ def _unit_names(module: nn.Module, unit: Any) -> list[str]:
         found = [name for name, m in modules.items() if isinstance(m, unit)]
     elif isinstance(unit, str) or (isinstance(unit, list | tuple) and all(isinstance(u, str) for u in unit)):
         patterns = [unit] if isinstance(unit, str) else list(unit)
+        taken: set[str] = set()
         for pattern in patterns:
-            if not any(matches(pattern, name) for name in modules):
+            outermost = _outermost(pattern, modules)
+            if not outermost:
                 raise _no_unit(module, repr(pattern))
-        found = [name for name in modules if any(matches(pattern, name) for pattern in patterns)]
+            taken |= outermost
+        found = [name for name in modules if name in taken]
     elif callable(unit):
         found = [name for name, m in modules.items() if unit(name, m)]
     else:
@@ -147,6 +155,12 @@ def _unit_names(module: nn.Module, unit: Any) -> list[str]:
     if not found:
         raise _no_unit(module, describe(unit))
     return ["", *(name for name in found if name)]
+
+
+def _outermost(pattern: str, names: Iterable[str]) -> set[str]:
+    """The names of submodules that a pattern is for, without those of parts of others."""
+    matching = {name for name in names if name and matches(pattern, name)}
+    return {name for name in matching if not any(name.startswith(f"{other}.") for other in matching)}
 
 
 def _no_unit(module: nn.Module, given: str) -> StateError:

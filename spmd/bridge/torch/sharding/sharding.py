@@ -15,7 +15,13 @@ from torch.utils import _pytree as pytree
 from spmd.bridge.torch.module_broadcast import copy_first
 from spmd.bridge.torch.partitioned.tensor import joined_blocks
 from spmd.bridge.torch.replicas import to_be_declared
-from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter, block_gradient
+from spmd.bridge.torch.sharding.blocks import (
+    WHERE,
+    ShardedParameter,
+    block_gradient,
+    copy_unsummed,
+    leave_unsummed,
+)
 from spmd.bridge.torch.sharding.functions import connect
 from spmd.bridge.torch.sharding.recomputing import RUNNING
 from spmd.bridge.torch.sharding.saved_tensors import without_wholes
@@ -23,6 +29,7 @@ from spmd.bridge.torch.sharding.traffic import GradientSums, Wholes
 from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT
+from spmd.bridge.torch.unsummed import take_down
 from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of
 from spmd.errors import DifferentiationError, MeshError
 from spmd.mesh import WORKER, Worker
@@ -131,6 +138,9 @@ class Sharding:
         copied.__dict__.update(self.__dict__)
         copied._reset()
         copied.units, copied.buffers = copy.deepcopy((self.units, self.buffers), memo)
+        for unit, own in zip(copied.units, self.units, strict=True):
+            if own.unsummed:
+                copy_unsummed(own.parameters, unit.parameters)
         copied._register()
         return copied
 
@@ -312,7 +322,7 @@ class Sharding:
             with self.acting() as worker, torch.no_grad():
                 if self.syncing:
                     for unit in self.units:
-                        if unit.accumulated:
+                        if unit.unsummed:
                             self._send_accumulated(worker, unit)
                     if self.buffers:
                         copy_first(worker, self.axes, self.buffers, "buffers")
@@ -345,23 +355,24 @@ class Sharding:
     def _sum(self, worker: Worker, call: Call, cotangents: list[torch.Tensor | None]) -> None:
         unit = call.unit
         if call.summed:
-            index = worker.group(self.axes).index
             call.results = [
-                None if g is None else q.part(g, index).to(q.block.dtype, copy=True).contiguous()
+                None if g is None else q.part(g, q.index).to(q.block.dtype, copy=True).contiguous()
                 for q, g in zip(unit.parameters, cotangents, strict=True)
             ]
             return
         if not self.syncing:
-            for number, g in enumerate(cotangents):
+            unit.unsummed = True
+            for q, g in zip(unit.parameters, cotangents, strict=True):
                 if g is not None:
-                    own, dtype = unit.accumulated.get(number), self.reduced_dtype(unit.parameters[number])
-                    unit.accumulated[number] = g.to(dtype, copy=True) if own is None else own.add_(g)
+                    own = take_down(q.p)
+                    own = g.to(self.reduced_dtype(q), copy=True) if own is None else own.add_(g)
+                    leave_unsummed(q, own)
             call.results = [None] * len(cotangents)
             return
-        for number, own in unit.accumulated.items():
-            g = cotangents[number]
-            cotangents[number] = own if g is None else own.add_(g)
-        unit.accumulated = {}
+        for number, own in enumerate(self._taken(unit)):
+            if own is not None:
+                g = cotangents[number]
+                cotangents[number] = own if g is None else own.add_(g)
         call.sums = self._sums(worker, unit, cotangents)
         self.pending = call
 
@@ -369,11 +380,14 @@ class Sharding:
         trained = [q if q.p.requires_grad else None for q in unit.parameters]
         return GradientSums(worker, self.axes, unit.name, trained, gradients, self.reduced_dtype, self.mean)
 
+    def _taken(self, unit: Unit) -> list[torch.Tensor | None]:
+        """What backwards under `no_sync` left of a unit, which is to be summed now."""
+        unsummed, unit.unsummed = unit.unsummed, False
+        return [take_down(q.p) if unsummed else None for q in unit.parameters]
+
     def _send_accumulated(self, worker: Worker, unit: Unit) -> None:
         """Sum what backwards under `no_sync` left of a unit that this backward did not reach."""
-        gradients = [unit.accumulated.get(number) for number in range(len(unit.parameters))]
-        unit.accumulated = {}
-        for q, g in zip(unit.parameters, self._sums(worker, unit, gradients).wait(), strict=True):
+        for q, g in zip(unit.parameters, self._sums(worker, unit, self._taken(unit)).wait(), strict=True):
             if g is not None:
                 own: Any = block_gradient(q, g)
                 q.p.grad = own if q.p.grad is None else q.p.grad.add_(own)

@@ -20,8 +20,8 @@ __all__ = ["Unit"]
 class Unit:
     """A part of a module whose parameters are gathered together.
 
-    name: of the module. parameters: those that are gathered for it. depth: how many calls of it run. accumulated: this
-    worker's own gradients of wholes, by number, of backwards that sent nothing (`no_sync`).
+    name: of the module. parameters: those that are gathered for it. depth: how many calls of it run. unsummed: whether
+    backwards that sent nothing (`no_sync`) left gradients of its parameters.
     """
 
     def __init__(self, name: str, module: nn.Module, parameters: list[ShardedParameter]):
@@ -29,7 +29,7 @@ class Unit:
         self.module = module
         self.parameters = parameters
         self.depth = 0
-        self.accumulated: dict[int, torch.Tensor] = {}
+        self.unsummed = False
 
     @contextmanager
     def replaced(self, wholes: list[Any], tracked: bool) -> Iterator[None]:
