@@ -357,6 +357,19 @@ _ONE_PATH = (
 )
 
 
+_EQUAL_BACKWARDS = (
+    "make equally many forwards and backwards of the module on all workers: split a minibatch into equally many parts "
+    "there, by x.tensor_split(n), of which some may be empty; "
+)
+_OF_MODULES = re.compile(r"\b(?:shard_parameters|data_parallel)\(")
+"""What stands in the text of a collective of a module of torch."""
+
+
+def _one_path(*texts: str) -> str:
+    """What to do where workers take different paths, of which these texts tell."""
+    return f"{_EQUAL_BACKWARDS if any(map(_OF_MODULES.search, texts)) else ''}{_ONE_PATH}"
+
+
 _ONE_SHAPE = "reduce uneven blocks over their own dimensions first, as spmd.sum and spmd.mean(x, axis_name, axis) do"
 
 
@@ -390,7 +403,8 @@ def mismatch(first: Side, second: Side) -> MismatchError:
     alike = len({re.sub(r"\[[\d, ]*\]", "", side.call) for side in (first, second)}) == 1
     one_tree = _ONE_USE if first.tree.startswith(GRADIENTS) else _ONE_TREE
     at_lines = first.place != second.place and alike and not order
-    mend = _ONE_PATH if order or not alike else one_tree if trees_differ else _ONE_PATH if trees else _ONE_SHAPE
+    one_path = _one_path(first.call, second.call)
+    mend = one_path if order or not alike else one_tree if trees_differ else one_path if trees else _ONE_SHAPE
     mend = _ONE_LINE if at_lines else mend
     lines = [side.shown(order, trees) for side in (first, second)]
     if trees_differ and first.tree and second.tree:
@@ -426,7 +440,7 @@ def deadlock(lines: Sequence[str]) -> DeadlockError:
         "a collective",
         got="workers that wait for others that will never come\n" + "\n".join(f"          {x}" for x in lines),
         need="every worker of a group to start the same collectives in the same order",
-        mend=_ONE_PATH,
+        mend=_one_path(*lines),
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from mistakes import Row
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
+from spmd.errors import DeadlockError, DifferentiationError, LayoutError, MeshError, StateError
 
 X = torch.arange(12.0).reshape(6, 2)
 
@@ -62,6 +62,35 @@ def _replaced(net: Any, x: Any) -> None:
     net(x)
 
 
+class _Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, device="meta"))
+
+
+def _unsummed(use: Callable[[Any, Any], Any], after: Callable[[Any], Any] = lambda net: None) -> Callable:
+    """A use of a sharded module and its optimiser after a backward under no_sync."""
+
+    def body(net: Any) -> None:
+        with net.no_sync():
+            net(X).sum().backward()
+        after(net)
+        use(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    return sharded(body)
+
+
+def _halve(net: Any) -> None:
+    for p in net.parameters():
+        p.grad.mul_(0.5)
+
+
+def _unequal_parts(net: Any) -> None:
+    for _ in range(1 + int(spt.worker_index("data"))):
+        net(X).sum().backward()
+
+
+UNSUMMED = "a .grad that holds this worker's own part, of a backward under no_sync"
 SHARD = "spt.shard_parameters: argument"
 
 ROWS = [
@@ -80,6 +109,21 @@ ROWS = [
     Row("data_parallel along the axis of experts", sharded(lambda net: spt.data_parallel(_columns(), "data")),
         LayoutError, "spt.data_parallel: argument module", "0.weight, which lies as Layout", "'data' do not split yet",
         "another axis of the mesh"),
+    Row("a module on meta that cannot draw its values",
+        sharded(make=lambda: nn.Sequential(pair(), _Scale())), StateError,
+        f"{SHARD} module", "1.scale on the device meta, of _Scale, which has no reset_parameters",
+        "a way to draw the values", "init=function"),
+    Row("a step before the sum", _unsummed(lambda net, optimizer: optimizer.step()), StateError,
+        "optimizer.step: argument 0.weight", UNSUMMED, "the sum over workers", "outside of no_sync"),
+    Row("a norm before the sum", _unsummed(lambda net, optimizer: spt.clip_grad_norm_(net, 1.0)), StateError,
+        "spt.grad_norm: argument 0.weight", UNSUMMED, "the sum over workers", "outside of no_sync"),
+    Row("gradients changed before the sum",
+        _unsummed(lambda net, optimizer: net(X).sum().backward(), after=_halve), StateError,
+        f"{SHARD} 1.", "a .grad that was changed after a backward under no_sync", "left unchanged until the sum",
+        "after a backward outside of no_sync"),
+    Row("backwards of unequally many parts", sharded(_unequal_parts), DeadlockError,
+        "a collective", "shard_parameters(", "the same collectives in the same order",
+        "make equally many forwards and backwards", "some may be empty"),
     Row("a differentiated backward",
         sharded(lambda net: net(X).sum().backward(create_graph=True)), DifferentiationError,
         "a module of spt.shard_parameters", "create_graph=True", "a backward that is not differentiated",

@@ -24,9 +24,11 @@ _BROADCAST_BYTES = 32 << 20
 """A broadcast sends no further parameter after this many bytes."""
 
 
-def sync_call(worker: Worker, axes: tuple[str, ...], dtype: Any, shape: tuple[int, ...], detail: str) -> Call:
-    """The description of a collective that all workers along some axes call alike."""
-    call = Call("data_parallel", axes, dtype, shape, detail=detail, same_shape=True, frame=sys._getframe(1))
+def sync_call(
+    worker: Worker, axes: tuple[str, ...], dtype: Any, shape: tuple[int, ...], detail: str, where: str = WHERE
+) -> Call:
+    """The description of a collective that all workers along some axes call alike. where: the function of the user."""
+    call = Call(where.removeprefix("spt."), axes, dtype, shape, detail=detail, same_shape=True, frame=sys._getframe(1))
     if worker.mesh.places is not None:
         call.host = False
     return call
@@ -40,11 +42,13 @@ def any_worker(worker: Worker, axes: tuple[str, ...], flags: list[bool], detail:
     return [bool(f) for f in owned(cell).tolist()]
 
 
-def broadcast_first(worker: Worker, axes: tuple[str, ...], x: torch.Tensor, detail: str) -> torch.Tensor:
+def broadcast_first(
+    worker: Worker, axes: tuple[str, ...], x: torch.Tensor, detail: str, where: str = WHERE
+) -> torch.Tensor:
     """The x of the first worker along some axes."""
     group = worker.group(axes)
-    block, _ = block_of(x, worker, WHERE)
-    call = sync_call(worker, axes, block.dtype, block.shape, detail)
+    block, _ = block_of(x, worker, where)
+    call = sync_call(worker, axes, block.dtype, block.shape, detail, where)
     cell = [worker.comm.broadcast(group, call, block if group.index == 0 else None, 0).wait()]
     return owned(cell)
 
@@ -63,7 +67,7 @@ def copy_first(
     the function that errors name.
     """
     own_bytes = [local_data(x).detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
-    first = broadcast_first(worker, axes, torch.cat(own_bytes), what)
+    first = broadcast_first(worker, axes, torch.cat(own_bytes), what, where)
     pieces = first.split([b.numel() for b in own_bytes])
     for index, (x, piece) in enumerate(zip(tensors, pieces, strict=True)):
         if not verify:
@@ -93,7 +97,7 @@ def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify
                 need=f"parameters that {' and '.join(map(repr, axes))} do not split yet",
                 mend="another axis of the mesh; or no wrapper: bodies sum the gradients of what is not split",
             )
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named = [(name, x) for name, x in (*module.named_parameters(), *module.named_buffers()) if not x.is_meta]
     with torch.no_grad():
         while named:
             count = nbytes = 0

@@ -66,15 +66,15 @@ def differing(worker: Worker, module: nn.Module, excused: Sequence[str], where: 
     if not axes:
         return {}
     split_axes = _split_axes(module)
-    named = list(module.named_parameters())
+    named = [(name, p) for name, p in module.named_parameters() if not p.is_meta]
     names = _digest(repr([name for name, _ in named]).encode())
     digests = [_digest(repr(tuple(p.shape)).encode() + _bytes(p)) for _, p in named]
     differences: dict[int, Difference] = {}
     for axis in axes:
-        if _differ(worker, axis, [names]):
+        if _differ(worker, axis, [names], where):
             raise Difference("the list of parameters", (axis,), where).error(StateError)
         own_digests = [0 if axis in split_axes.get(id(p), ()) else d for d, (_, p) in zip(digests, named, strict=True)]
-        for position in _differ(worker, axis, own_digests):
+        for position in _differ(worker, axis, own_digests, where):
             name, p = named[position]
             earlier = differences[id(p)].axes if id(p) in differences else ()
             differences[id(p)] = Difference(name, (*earlier, axis), where)
@@ -99,12 +99,12 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
-def _differ(worker: Worker, axis: str, digests: list[int]) -> list[int]:
+def _differ(worker: Worker, axis: str, digests: list[int], where: str) -> list[int]:
     """The positions at which the digests of the workers along an axis differ."""
     extremes = np.array([digests, [-d for d in digests]], np.int64)  # of which the maximum gives maximum and minimum
     block: Any = extremes if worker.mesh.places is None else worker.mesh.places.own(extremes, worker.index)
     detail = f"parameters compared along {axis!r}; varying={axis!r} says that they differ"
-    call = sync_call(worker, (axis,), extremes.dtype, extremes.shape, detail)
+    call = sync_call(worker, (axis,), extremes.dtype, extremes.shape, detail, where)
     cell = [worker.comm.all_reduce(worker.group((axis,)), call, block, "max").wait()]
     largest, negated_smallest = owned(cell).tolist()
     return [index for index, (a, b) in enumerate(zip(largest, negated_smallest, strict=True)) if a != -b]

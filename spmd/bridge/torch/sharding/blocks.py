@@ -13,6 +13,7 @@ from spmd.bridge.torch.partitioned.placement import Placement, own_placement
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
 from spmd.bridge.torch.tensor_state import INVARIANT, is_partitioned, local_data, plain
 from spmd.bridge.torch.unsummed import hang_up, take_down
+from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import LayoutError
 from spmd.layout import Layout, P
 from spmd.mesh import Worker
@@ -45,8 +46,10 @@ class ShardedParameter:
         self.shape = tuple(data.shape)
         group = worker.group(axes)
         self.index = group.index
+        device = device_of(worker) if data.is_meta else data.device
         if not self.outer_shape:
-            self.p: Any = own
+            self.p: Any = own if not data.is_meta else nn.Parameter(torch.empty((), dtype=data.dtype, device=device))
+            self.p.requires_grad_(own.requires_grad)
             self.parts: list[tuple[slice, ...]] = [()] * group.size
             return
         layout = _with_axes(name, self.base, self.outer_shape, axes, worker)
@@ -56,7 +59,10 @@ class ShardedParameter:
             tuple(slice(a.start - s, a.stop - s) for a, s in zip(layout.slices(k), start, strict=True))
             for k in _members(layout, placement.index, axes, group)
         ]
-        block = plain(data)[self.parts[group.index]].clone(memory_format=torch.contiguous_format)
+        part = plain(data)[self.parts[group.index]]
+        block = torch.empty(part.shape, dtype=part.dtype, device=device)
+        if not data.is_meta:
+            block.copy_(part)
         like = None if tuple(layout.shape) == self.outer_shape else data.new_empty(self.outer_shape, device="meta")
         self.p = new_leaf(Parameter, block, placement, INVARIANT, own.requires_grad, like)
         self.p.unit_gathers = True

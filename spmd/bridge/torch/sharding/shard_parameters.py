@@ -20,10 +20,12 @@ from spmd.bridge.torch.module_broadcast import copy_module
 from spmd.bridge.torch.plans.parallelize import matches
 from spmd.bridge.torch.replicas import differing
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
+from spmd.bridge.torch.sharding.initializing import initialize, on_meta
 from spmd.bridge.torch.sharding.sharding import Options, Sharding
 from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.stale_optimizers import note_replaced
 from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import MeshError, StateError, describe, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest
@@ -43,7 +45,7 @@ def shard_parameters(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     reduction: str = "sum",
-    init: str = "broadcast",
+    init: str | Callable[[nn.Module], Any] = "broadcast",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     broadcast_buffers: bool = True,
@@ -60,20 +62,23 @@ def shard_parameters(
     too, as by `spmd.training.shard_specs`; numbers stay whole. Optimisers, `spt.state_dict`, `spmd.save` take them.
     unit: the submodules whose parameters are gathered together before forward and released after it: classes, patterns
     of names, as of a plan, or a function of a name and a module. Of a pattern the outermost modules that match are
-    units: by `"layers.*"` each layer, and no part of one. The module itself is a unit too, of all other parameters. One
-    that several modules share belongs to the innermost unit around them.
+    units: by `"layers.*"` each layer, and no part of one; lists of modules, which nobody calls, are none. The module
+    itself is a unit too, of all other parameters. One that several modules share belongs to the innermost unit around.
     prefetch: how many units are gathered ahead, while one computes, in the order of the last step; in backward too.
     reshard_after_forward: False keeps whole parameters from forward until backward has used them.
     reduction: what `.grad` holds, as for `spt.data_parallel`: "sum" of the workers' own gradients, or their "mean".
     init: "broadcast" takes the parameters and buffers of the first worker; "verify" raises where others differ.
+    Parameters and buffers on the device "meta" are never whole all together: blocks are made, and each module that has
+    some draws its own by its `reset_parameters`, or by init, a function of a module, within `spt.drawing()`. So they
+    have the same numbers on any mesh.
     param_dtype: of the wholes, and to which floating arguments of units are cast; blocks keep theirs, as float32
     masters. reduce_dtype: in which gradients are summed; by default that of the parameter.
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker.
 
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
-    again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make equally
-    many backwards that sum; a part of a minibatch may be empty. With prefetch=1 two units are whole at a time, and
-    those around them. If arguments are global tensors split over
+    again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make
+    equally many backwards; a part of a minibatch may be empty. With prefetch=1 two units are whole at a time, and those
+    around them. If arguments are global tensors split over
     axis_name, as by in_specs=P("data"), results and gradients are those of one worker.
     no_sync: in `with model.no_sync():` backward sends no gradients and adds this worker's own gradients of the wholes,
     in reduce_dtype: as much memory as whole gradients. `.grad` shows a block of them. The next backward outside sums
@@ -97,7 +102,7 @@ def shard_parameters(
 
 
 def _sharded(
-    module: nn.Module, axis_name: Any, unit: Units, init: str, broadcast_buffers: bool, options: Options
+    module: nn.Module, axis_name: Any, unit: Units, init: Any, broadcast_buffers: bool, options: Options
 ) -> nn.Module:
     """The module, whose parameters are replaced by blocks; calls of its units gather them."""
     worker = here(WHERE)
@@ -107,17 +112,19 @@ def _sharded(
     sharding = Sharding(worker, axes, options)
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
         raise _sharded_already(type(module).__name__)
+    without_values = on_meta(module, init)
     copy_module(worker, axes, module, init == "verify", WHERE)
-    if broadcast_buffers:
-        sharding.buffers = list(module.buffers())
     if worker.tracked:
         by_id = {id(p): name for name, p in module.named_parameters()}
         differences = differing(worker, module, axes, WHERE)
         sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
     for name, parameters in _shared_out(module, names, axes, worker).items():
-        inner = module.get_submodule(name)
-        sharding.units.append(Unit(name, inner, parameters))
-        _attach(inner, sharding, sharding.units[-1])
+        sharding.units.append(Unit(name, module.get_submodule(name), parameters))
+    initialize(without_values, init, sharding.units, device_of(worker))
+    if broadcast_buffers:
+        sharding.buffers = list(module.buffers())
+    for each in sharding.units:
+        _attach(each.module, sharding, each)
     return module
 
 
@@ -126,7 +133,7 @@ def _sharded(
 
 def _unit_names(module: nn.Module, unit: Any) -> list[str]:
     """The names of the units, that of the module itself first."""
-    modules = dict(module.named_modules())
+    modules = {name: m for name, m in module.named_modules() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
     if unit is None:
         return [""]
     if isinstance(unit, type) or (isinstance(unit, tuple) and unit and all(isinstance(u, type) for u in unit)):
@@ -339,13 +346,13 @@ def _check_arguments(module: Any, init: Any, options: Options) -> None:
         ("reduction", options.reduction, ("sum", "mean")),
         ("init", init, ("broadcast", "verify")),
     ):
-        if value not in choices:
+        if value not in choices and not (name == "init" and callable(value)):
             raise ValueError(
                 message(
                     WHERE,
                     argument=name,
                     got=repr(value),
-                    need=f"one of {', '.join(map(repr, choices))}",
+                    need=f"one of {', '.join(map(repr, choices))}{', or a function of a module' * (name == 'init')}",
                     mend=f'{name}="{closest(value, choices)}"',
                 )
             )

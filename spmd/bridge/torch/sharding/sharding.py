@@ -325,7 +325,7 @@ class Sharding:
                         if unit.unsummed:
                             self._send_accumulated(worker, unit)
                     if self.buffers:
-                        copy_first(worker, self.axes, self.buffers, "buffers")
+                        copy_first(worker, self.axes, self.buffers, "buffers", where=WHERE)
                 for unit in list(self.wholes):
                     self.release(unit)
             self.backward_order.end()
