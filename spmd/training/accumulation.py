@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -10,17 +11,15 @@ import numpy as np
 
 from spmd.array import PartitionedArray
 from spmd.autodiff import tracer, tree
-from spmd.autodiff.staging.recorder import slot_of
 from spmd.autodiff.tracer import Array, value_of
 from spmd.autodiff.transforms import check_scalar, pullback_of
-from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe
+from spmd.errors import LayoutError, MeshError, SpecError, describe
 from spmd.layout import block_sizes, offsets
-from spmd.mesh import WORKER, Worker
+from spmd.mesh import WORKER
 from spmd.operators.gradient_buckets import COLLECTED, CollectedSums
-from spmd.operators.reduce import psum
-from spmd.operators.varying import varying
 from spmd.optim.numbers import varying_axes
 from spmd.tracebacks import api_boundary
+from spmd.training.sample_weights import SampleWeights
 
 __all__ = ["accumulate"]
 
@@ -80,10 +79,11 @@ def accumulate(
 
     def value_and_gradient(params: Any, *batch: Any) -> tuple[Any, Any]:
         parts, sizes, axes = _divided(batch, int(microbatches), params)
-        weights = _Weights(sizes, axes, axis_name, params) if reduction == "mean" else None
+        weights = SampleWeights(_WHERE, "axis_name", sizes, axes, axis_name, params) if reduction == "mean" else None
         run = _Accumulation(loss, has_aux, params)
         for k, part in enumerate(parts if weights is None else parts[: weights.parts_with_samples()]):
-            run.add(part, weights, k)
+            with nullcontext() if weights is None else weights.quiet(k):
+                run.add(part, weights, k)
         value = (run.value, run.auxes) if has_aux else run.value
         return value, run.gradient()
 
@@ -101,7 +101,7 @@ class _Accumulation:
         self.collected = CollectedSums()
         tracer.mixing.differentiates(tree.leaves(params))
 
-    def add(self, part: tuple[Any, ...], weights: _Weights | None, k: int) -> None:
+    def add(self, part: tuple[Any, ...], weights: SampleWeights | None, k: int) -> None:
         def weighted(params: Any) -> tuple[Any, Any]:
             out = self.loss(params, *part)
             value, aux = out if self.has_aux else (out, None)
@@ -144,56 +144,6 @@ def _added(old: Any, new: Any) -> Any:
 def _is_nothing(x: Any) -> bool:
     value = x.value if type(x) is Array else x
     return type(value) is np.ndarray and value.size > 1 and not any(value.strides)
-
-
-class _Weights:
-    """The share of each part in all samples. They are counted once it is known over which axes loss takes the mean."""
-
-    def __init__(self, sizes: tuple[int, ...], axes: frozenset[str], axis_name: Any, params: Any):
-        self.sizes, self.axes, self.axis_name, self.params = np.asarray(sizes, np.float64), axes, axis_name, params
-        self.shares: Any = None
-        worker = WORKER.get()
-        self.over_all = () if worker is None else tuple([n for n in worker.mesh.axes if n in axes])
-        self.counts = self._summed(self.over_all)
-
-    def _summed(self, over: tuple[str, ...]) -> Any:
-        """The lengths of the parts, summed over these axes."""
-        counts = varying(self.sizes, self.over_all) if self.over_all else self.sizes
-        return psum(counts, over) if over else counts
-
-    def parts_with_samples(self) -> int:
-        """How many parts have samples on any worker; at least one. Shapes decide it, also in a recorded program."""
-        return max(1, int(np.count_nonzero(slot_of(value_of(self.counts)))))
-
-    def of(self, value: Any, k: int) -> Any:
-        """The share of part k of a loss; nothing of a part without samples."""
-        if self.shares is None:
-            self.shares = self._counted(value)
-        share = self.shares[k].astype(value.dtype) if hasattr(value, "dtype") else self.shares[k]
-        return np.where(share == 0, np.zeros_like(value), value * share)
-
-    def _counted(self, value: Any) -> Any:
-        counts, worker = self.counts, WORKER.get()
-        if worker is not None and self.over_all:
-            over = self._axes_of_mean(worker, value)
-            counts = counts if over == self.over_all else self._summed(over)
-        return counts / np.sum(counts)
-
-    def _axes_of_mean(self, worker: Worker, value: Any) -> tuple[str, ...]:
-        if self.axis_name is not None:
-            names = worker.mesh.names(self.axis_name, _WHERE)
-            return tuple([n for n in names if n in self.axes])
-        unclear = [n for n in worker.mesh.axes if n in self.axes & varying_axes(value)]
-        for p in tree.leaves(self.params) if unclear else ():
-            if not varying_axes(p).isdisjoint(unclear):
-                raise StateError.at(
-                    _WHERE,
-                    argument="axis_name",
-                    got=f"None, for a loss that varies over {unclear[0]!r}, as its parameters do",
-                    need="the axes over which it takes the mean: its state does not say",
-                    mend=f"axis_name={unclear[0]!r}, or () for a mean of each worker's own samples",
-                )
-        return tuple([n for n in worker.mesh.axes if n in self.axes - varying_axes(value)])
 
 
 def _divided(batch: Any, count: int, params: Any) -> tuple[list[Any], tuple[int, ...], frozenset[str]]:

@@ -11,7 +11,7 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.split_pullback import split_pullback_of
 from spmd.autodiff.tracer import Array, value_of
-from spmd.autodiff.transforms import pullback_of
+from spmd.autodiff.transforms import check_scalar, pullback_of
 from spmd.device import to_host
 from spmd.mesh import WORKER, Worker
 from spmd.operators.at_root import decoded, encoded
@@ -20,6 +20,8 @@ from spmd.operators.reduce import psum
 from spmd.operators.root import Rooted
 from spmd.operators.varying import varying
 from spmd.state import REPLICAS, State, state_of
+from spmd.training.pipelines.arguments import WHERE, check_untraced
+from spmd.training.sample_weights import SampleWeights
 from spmd.transport.handles import read_only
 
 __all__ = ["ArrayStages", "axes_of", "spread"]
@@ -43,8 +45,8 @@ class ArrayStages:
 
     stages: the functions of all stages; loss: of the last one's output, if there is one. params: the parameters of this
     worker's stages, by stage; shared: those that all stages get. inputs, targets: the microbatches; weights: of their
-    losses. worker: acts alone along the axes of the pipeline. learns: whether gradients are wanted; splits: those of
-    parameters later; differentiates_input: that of the input too.
+    losses. skipped: microbatches without a loss. worker: acts alone along the axes of the pipeline. learns: whether
+    gradients are wanted; splits: those of parameters later; differentiates_input: that of the input too.
     """
 
     def __init__(self, stages: Sequence[Callable[..., Any]], loss: Callable[..., Any] | None, worker: Worker):
@@ -53,7 +55,8 @@ class ArrayStages:
         self.shared: tuple[Any, ...] = ()
         self.inputs: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
-        self.weights: Sequence[float] = ()
+        self.weights: SampleWeights | None = None
+        self.skipped: frozenset[int] = frozenset()
         self.learns, self.splits = True, False
         self.differentiates_input = False
         self.total: Any = None
@@ -61,6 +64,11 @@ class ArrayStages:
         self.gradients: dict[int, Any] = {}
         self.shared_gradients: tuple[Any, ...] = ()
         self.input_gradients: dict[int, Any] = {}
+
+    def _acted(self, microbatch: int, work: Callable[[], Any]) -> Any:
+        assert self.weights is not None
+        with self.weights.quiet(microbatch):
+            return self.alone(work)
 
     def alone(self, work: Callable[[], Any]) -> Any:
         """work(), of which the other workers of the pipeline know nothing."""
@@ -73,12 +81,13 @@ class ArrayStages:
 
     def forward(self, stage: int, microbatch: int, value: Any) -> tuple[Any, Any]:
         x = self.inputs[microbatch] if stage == 0 else value
-        return self.alone(lambda: self._forward(stage, microbatch, x))
+        return self._acted(microbatch, lambda: self._forward(stage, microbatch, x))
 
     def _forward(self, stage: int, k: int, x: Any) -> tuple[Any, Any]:
         last = stage == len(self.stages) - 1
         if not self.learns:
             y = self.stages[stage](self.params[stage], x, *self.shared)
+            check_untraced(y, "stages")
             if last:
                 self.outputs[k] = y
             return y, None
@@ -99,27 +108,31 @@ class ArrayStages:
                 if self.splits
                 else pullback_of(of_parameters, parameters, once=True)
             )
+        check_untraced(y, "stages")
         if not last:
             return y, (pull, None)
-        self.total = y if self.total is None else self.total + y
+        if k not in self.skipped:
+            self.total = y if self.total is None else self.total + y
         return None, (pull, y)
 
     def _loss(self, y: Any, k: int) -> Any:
-        """The loss of a microbatch, as it counts. An empty microbatch has none."""
+        """The loss of a microbatch, as it counts."""
         assert self.loss is not None
-        if not self.weights[k]:
+        assert self.weights is not None
+        if k in self.skipped:
             return sum(np.sum(leaf) * 0.0 for leaf in tree.flatten(y)[0])
         targets = () if self.targets[k] is None else (self.targets[k],)
-        return self.loss(y, *targets) * self.weights[k]
+        value = self.loss(y, *targets)
+        check_scalar(value, WHERE, False)
+        return self.weights.of(value, k)
 
     def backward(self, stage: int, microbatch: int, kept: Any, gradient: Any) -> tuple[Any, Any]:
-        return self.alone(lambda: self._backward(stage, microbatch, kept, gradient))
+        return self._acted(microbatch, lambda: self._backward(stage, microbatch, kept, gradient))
 
     def _backward(self, stage: int, k: int, kept: Any, gradient: Any) -> tuple[Any, Any]:
         pull, y = kept
         if y is not None:
-            bare = value_of(y)
-            gradient = self._held(np.ones(np.shape(bare), y.dtype), y.state)
+            gradient = np.ones_like(y)
         if self.splits:
             of_input, later = pull(gradient)
         else:
@@ -135,7 +148,7 @@ class ArrayStages:
         self.shared_gradients = _sum(self.shared_gradients, shared) if self.shared_gradients else shared
 
     def weight(self, stage: int, microbatch: int, kept: Any) -> None:
-        self.alone(lambda: self._add(stage, *kept()))
+        self._acted(microbatch, lambda: self._add(stage, *kept()))
 
     def reduce(self, axes_by_stage: dict[int, Any]) -> None:
         """Add up the gradients of parameters over axes along which the batch varies and they do not."""

@@ -89,14 +89,14 @@ class Execution:
         self._give(action, result)
 
     def _observed(self, action: Action, work: Callable[..., Any], *args: Any) -> Any:
-        """What the stages do in an action, whose time observers see."""
+        """What the stages do in an action, whose time observers see. Its errors say where they arose."""
         kind, stage, k = action
-        observers = LEDGERS.get()
-        if not observers:
-            return work(stage, k, *args)
-        start = perf_counter()
+        observers, start = LEDGERS.get(), perf_counter()
         try:
             return work(stage, k, *args)
+        except Exception as error:
+            error.add_note(f"raised in the {kind} action of stage {stage} of the pipeline, for microbatch {k}")
+            raise
         finally:
             for observer in observers:
                 observer.action(WORKER.get(), kind, stage, k, start)

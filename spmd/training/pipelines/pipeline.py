@@ -10,21 +10,22 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.errors import DifferentiationError, JitError, SpecError, StateError, describe
-from spmd.mesh import Worker, here
+from spmd.errors import SpecError, StateError
+from spmd.layout import block_sizes
+from spmd.mesh import Worker
 from spmd.operators.at_root import LoneWorker
 from spmd.operators.reduce import AxisName, _names, psum
 from spmd.operators.root import Rooted, dtype_of
+from spmd.training.pipelines.arguments import WHERE, check_pipeline, check_step, checked_worker
 from spmd.training.pipelines.array_stages import ArrayStages, axes_of, spread
-from spmd.training.pipelines.batches import joined, length_of, microbatches_of, weights_of
+from spmd.training.pipelines.batches import joined, microbatches_of
 from spmd.training.pipelines.exchange import Exchange
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import Schedule, schedule_of
+from spmd.training.sample_weights import SampleWeights
 from spmd.transport.call import Call, Group
 
 __all__ = ["Gradients", "Pipeline", "pipeline"]
-
-_WHERE = "spmd.training.pipeline"
 
 
 class Gradients(NamedTuple):
@@ -51,9 +52,11 @@ class Pipeline:
         schedule: str,
         loss: Callable[..., Any] | None,
         reduction: str,
+        loss_axis_name: AxisName | None,
     ):
         self.stages, self.axis_name, self.loss = list(stages), axis_name, loss
-        self.microbatches, self.schedule, self.reduction = microbatches, schedule, reduction
+        self.microbatches, self.schedule = microbatches, schedule
+        self.reduction, self.loss_axis_name = reduction, loss_axis_name
         self.most: dict[int, int] = {}
 
     def plan(self, workers: int) -> Schedule:
@@ -61,7 +64,7 @@ class Pipeline:
         virtual, rest = divmod(len(self.stages), workers)
         if rest or not virtual:
             raise SpecError.at(
-                _WHERE,
+                WHERE,
                 argument="stages",
                 got=f"{len(self.stages)} stages for {workers} workers along {self.axis_name!r}",
                 need="as many stages on each worker",
@@ -83,7 +86,7 @@ class Pipeline:
         """
         if self.loss is None:
             raise SpecError.at(
-                _WHERE, argument="loss", got="None", need="the loss of the last stage's output", mend="loss=f"
+                WHERE, argument="loss", got="None", need="the loss of the last stage's output", mend="loss=f"
             )
         step = _Step(self, params, shared, x, target)
         step.stages.differentiates_input = of_input
@@ -111,17 +114,23 @@ class _Step:
 
     def __init__(self, pipeline: Pipeline, params: Sequence[Any], shared: Any, x: Any, target: Any):
         self.pipeline, self.params, self.shared, self.x = pipeline, params, shared, x
+        self.worker: Worker = checked_worker()
         self.names = _names(pipeline.axis_name, "training.pipeline")
-        self.worker: Worker = here(_WHERE)
         self.group: Group = self.worker.group(self.names)
         self.schedule = pipeline.plan(self.group.size)
-        self._check()
+        length = check_step(params, shared, x, target, self.names, self.schedule.stages, self.group.size)
         alone = LoneWorker(self.worker, self.names, self._refused)
         self.stages = stages = ArrayStages(pipeline.stages, pipeline.loss, alone)
         stages.splits = self.schedule.splits_backward
-        sizes, stages.weights = weights_of(length_of(x, "x"), pipeline.microbatches, pipeline.reduction)
+        sizes = block_sizes(length, pipeline.microbatches)
         x, target = spread(x, self.names), spread(target, self.names)
         self.batch_axes = tuple(n for n in axes_of((x, target)) if n not in self.names)
+        axes, option = frozenset(self.batch_axes), "loss_axis_name"
+        stages.weights = SampleWeights(
+            WHERE, option, sizes, axes, pipeline.loss_axis_name, (params, shared), pipeline.reduction
+        )
+        if not axes:  # Otherwise other workers may have samples, with which the loss has to meet.
+            stages.skipped = frozenset(k for k, size in enumerate(sizes) if k and not size)
         stages.inputs = microbatches_of(x, sizes)
         stages.targets = [None] * len(sizes) if target is None else microbatches_of(target, sizes)
         own = range(self.group.index, self.schedule.stages, self.group.size)
@@ -129,43 +138,9 @@ class _Step:
         stages.params = {s: spread(params[s], everywhere) for s in own}
         stages.shared = () if shared is None else (spread(shared, everywhere),)
 
-    def _check(self) -> None:
-        if not self.worker.tracked:
-            raise StateError.at(
-                _WHERE,
-                got="a map with check=False: its arrays are bare",
-                need="arrays that carry their state",
-                mend="spmd.map(..., check=True)",
-            )
-        if not isinstance(self.params, list | tuple) or len(self.params) != self.schedule.stages:
-            raise SpecError.at(
-                _WHERE,
-                argument="params",
-                got=describe(self.params),
-                need=f"a list with the parameters of each of the {self.schedule.stages} stages",
-                mend="[params_0, params_1, ...]; those of other workers' stages may be None",
-            )
-        if self.worker.program is not None:
-            raise JitError.at(
-                _WHERE,
-                got="a call within spmd.jit",
-                need="a body that runs each time: workers run different stages in different orders",
-                mend="leave spmd.jit out",
-            )
-        held = [
-            leaf.block if type(leaf) is Rooted else leaf for leaf in tree.flatten((self.params, self.shared, self.x))[0]
-        ]
-        if any(type(leaf) is Array and leaf.tape is not None for leaf in held):
-            raise DifferentiationError.at(
-                _WHERE,
-                got="arrays that are differentiated around the pipeline",
-                need="arrays that are not: a pipeline computes gradients itself, microbatch by microbatch",
-                mend="step.value_and_grad(params, x, target) without spmd.grad around it, in a body and outside of it",
-            )
-
     def _refused(self, axis: str, call: Call) -> StateError:
         return StateError.at(
-            _WHERE,
+            WHERE,
             argument="stages",
             got=f"{call} {call.source}, within a stage, which other workers along {axis!r} do not run",
             need="no collective along the axes of the pipeline",
@@ -263,6 +238,7 @@ def pipeline(
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe",
     loss: Callable[..., Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
+    loss_axis_name: AxisName | None = None,
 ) -> Pipeline:
     """Stages that lie on the workers along an axis, and work at the same time on the microbatches of a batch.
 
@@ -273,13 +249,20 @@ def pipeline(
     schedule: "gpipe" keeps the activations of all microbatches, "1f1b" those of at most `workers - s` on worker s, and
     gives the same gradients; "zero_bubble" fills the time in which a worker would wait with gradients of parameters.
     loss: loss(y) or loss(y, target) of a microbatch at the last stage; reduction: whether it is a mean over the entries
-    of dimension 0, or a sum.
+    of dimension 0, or a sum. loss_axis_name: for "mean" the axes over which loss takes it, () for the worker's own
+    samples; None: as in `spmd.training.accumulate`, those that split the samples and along which the result is one
+    value, as that of `spmd.mean(errors, "data")` is. Shares of workers may differ in length, and be shorter than the
+    microbatches: the value and gradients are those of the whole minibatch.
 
     Returns an object `step`: `step.value_and_grad(params, x, target)` in a body gives the loss and its gradients,
     `step(params, x)` the output of the last stage. Parameters may be Rooted, or vary along the axis, as those that
     `spmd.training.stage_specs` lays out.
     Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken.
-    Raises SpecError for a schedule that does not fit, StateError where a stage uses a collective along the axis.
+    For a mean over other axes one all-reduce of the counts, at the last stage.
+    Raises SpecError for options and a schedule that do not fit, StateError where a stage uses a collective along the
+    axis, where the batch varies along it, and where loss_axis_name must be said, LayoutError for samples and targets of
+    different numbers, DifferentiationError within `spmd.grad` and for a loss that is no scalar, JitError within
+    `spmd.jit`. An error in a stage has a note of its stage and microbatch.
     Source: Huang et al., GPipe (2019); Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (2021).
 
         >>> step = spmd.training.pipeline([lambda w, x: w * x] * 2, microbatches=2, loss=np.mean)
@@ -290,6 +273,5 @@ def pipeline(
         ...     [y.item() for y in spmd.map(body, (P("stage"), P()), P())(np.array([2.0, 3.0]), np.arange(4.0))]
         [9.0, 4.5]
     """
-    if reduction not in ("mean", "sum"):
-        raise SpecError.at(_WHERE, argument="reduction", got=repr(reduction), need='"mean" or "sum"', mend='"mean"')
-    return Pipeline(stages, axis_name, microbatches, schedule, loss, reduction)
+    check_pipeline(stages, microbatches, schedule, reduction)
+    return Pipeline(stages, axis_name, microbatches, schedule, loss, reduction, loss_axis_name)

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spmd.errors import SpecError, describe
+from spmd.spellings import closest
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "Transfer", "schedule_of"]
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "Transfer", "check_options", "schedule_of"]
+
+_WHERE = "spmd.training.pipeline"
 
 Kind = Literal["forward", "backward", "weight"]
 """forward: the stage on a microbatch. backward: the gradient of its input, and that of its parameters unless there are
@@ -215,22 +218,38 @@ SCHEDULES: dict[str, Callable[[int, int, int], Lists]] = {
 """By name, a function from the numbers of workers, microbatches and stages per worker to the actions of each worker."""
 
 
+def check_options(name: Any, microbatches: Any, where: str = _WHERE) -> None:
+    """Raise SpecError for the name of no schedule, and for less than one microbatch."""
+    if name not in SCHEDULES:
+        raise SpecError.at(
+            where,
+            argument="schedule",
+            got=repr(name),
+            need=f"one of {', '.join(map(repr, SCHEDULES))}",
+            mend=f'schedule="{closest(name, SCHEDULES, "1f1b")}"',
+        )
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise SpecError.at(
+            where,
+            argument="microbatches",
+            got=describe(microbatches),
+            need="their number, an integer of at least 1",
+            mend="microbatches=8",
+        )
+
+
 @lru_cache(maxsize=64)
-def schedule_of(
-    name: str, workers: int, microbatches: int, virtual: int = 1, where: str = "spmd.training.pipeline"
-) -> Schedule:
+def schedule_of(name: str, workers: int, microbatches: int, virtual: int = 1, where: str = _WHERE) -> Schedule:
     """The schedule of this name for so many workers, microbatches, and stages on each worker.
 
     Raises SpecError for another name, for less than one of them, and for several stages on each worker in a schedule
     other than "interleaved".
     """
-    if name not in SCHEDULES:
+    check_options(name, microbatches, where)
+    if workers * virtual < 1:
         raise SpecError.at(
-            where, argument="schedule", got=repr(name), need=f"one of {', '.join(map(repr, SCHEDULES))}", mend='"1f1b"'
+            where, argument="stages", got=describe(workers * virtual), need="at least 1", mend="stages=2"
         )
-    for argument, number in (("microbatches", microbatches), ("stages", workers * virtual)):
-        if not isinstance(number, int) or number < 1:
-            raise SpecError.at(where, argument=argument, got=describe(number), need="at least 1", mend=f"{argument}=8")
     if virtual > 1 and name != "interleaved":
         raise SpecError.at(
             where,
