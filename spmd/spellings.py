@@ -37,6 +37,11 @@ VALUES: dict[str, str] = {
     "mean": "avg average pmean elementwise_mean batchmean",
     "broadcast": "bcast sync copy rank0",
     "verify": "check compare assert equal",
+    # schedules of pipelines
+    "gpipe": "schedulegpipe fill-drain fill_drain afab all_forward_all_backward",
+    "1f1b": "schedule1f1b one_forward_one_backward pipedream pipedream-flush pipedream_flush dapple",
+    "interleaved": "scheduleinterleaved1f1b interleaved_1f1b interleaved1f1b looped virtual vpp",
+    "zero_bubble": "scheduleinterleavedzerobubble zerobubble zero-bubble zb zb1p zb-h1 zbh1 zb_h1",
     # states
     "varying": "vary varied v sharded split",
     "invariant": "invarying unvarying replicated replicate reduced i",

@@ -233,7 +233,7 @@ def _split(
             _WHERE,
             f"none, in a body on {worker.mesh}",
             "the axes along which minibatches are split; () for whole ones",
-            f"axis_name={next(iter(worker.mesh.axes), ())!r}",
+            f"axis_name={next(iter(worker.mesh.axes), ())!r}, or axis_name=() for whole minibatches on all workers",
         )
     if axis_name is None:
         return (), None, ()

@@ -41,7 +41,7 @@ SAMPLERS = [
             "Sampler: argument axis_name",
             "none, in a body on Mesh(data=2, model=2)",
             "the axes along which minibatches are split",
-            "axis_name='data'",
+            "axis_name='data', or axis_name=() for whole minibatches",
         ),
         (
             "an axis and numbers",

@@ -7,7 +7,7 @@ import numpy as np
 import spmd
 from mistakes import EVEN, D, Row, X, run
 from spmd import P
-from spmd.errors import ClosureError, LayoutError, MeshError, SpecError, StateError
+from spmd.errors import ClosureError, DifferentiationError, LayoutError, MeshError, SpecError, StateError
 
 SPECS = "spmd.training.shard_specs"
 
@@ -428,4 +428,198 @@ ACCUMULATED = [
     )
 ]
 
-ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED]
+PIPELINE = "spmd.training.pipeline"
+
+
+def scaled(w, x, *shared):
+    return w * x
+
+
+def squares(y, *target):
+    return np.mean(y**2)
+
+
+def piped(loss=squares, *, x=X, target=None, ins=None, body=None):
+    """A step of two stages along `model`."""
+
+    def of(x, target):
+        step = spmd.training.pipeline([scaled] * 2, "model", microbatches=2, loss=loss)
+        value = step.value_and_grad([2.0, 2.0], x, target)[0] if body is None else body(step, x, target)
+        return spmd.psum(value, "data") if value.state.varying else value
+
+    return lambda: spmd.map(of, in_specs=P() if ins is None else ins, out_specs=P())(x, x if target is None else target)
+
+
+def kept_at_the_last(step, x, target):
+    return step.value_and_grad([2.0, 2.0], spmd.keep(x, "model", 1), target)[0]
+
+
+def closing_over_a_traced_array(step, x, target):
+    def of(factor):
+        closing = spmd.training.pipeline([lambda w, x: w * x * factor] * 2, "model", microbatches=2)
+        return np.sum(closing([2.0, 2.0], x))
+
+    return spmd.grad(of)(np.ones(()))
+
+
+def differentiating_the_target(step, x, target):
+    return np.sum(spmd.grad(lambda target: step.value_and_grad([2.0, 2.0], x, target)[0])(target))
+
+
+def varying_parameters(step, x, target):
+    params = spmd.pvary([np.float64(2.0), np.float64(2.0)], "data")
+    return step.value_and_grad(params, x, target)[0]
+
+
+def own_copies_of_shared(step, x, target):
+    return step.value_and_grad([2.0, 2.0], x, target, shared=spmd.varying(np.ones(2), "model"))[0]
+
+
+def parameters_at_another_worker(step, x, target):
+    w = spmd.keep(np.ones(2), "model", 0)
+    return step.value_and_grad([w, w], x, target)[0]
+
+
+PIPELINES = [
+    Row(f"pipeline: {name}", call, error, f"{PIPELINE}: argument {argument}" if argument else PIPELINE, got, need, mend)
+    for name, call, error, argument, got, need, mend in (
+        (
+            "a schedule in other letters",
+            lambda: spmd.training.pipeline([scaled], schedule="1F1B"),
+            SpecError,
+            "schedule",
+            "'1F1B'",
+            "one of 'gpipe', '1f1b'",
+            'schedule="1f1b"',
+        ),
+        (
+            "a schedule of torch",
+            lambda: spmd.training.pipeline([scaled], schedule="ScheduleInterleavedZeroBubble"),
+            SpecError,
+            "schedule",
+            "'ScheduleInterleavedZeroBubble'",
+            "one of",
+            'schedule="zero_bubble"',
+        ),
+        (
+            "no microbatches",
+            lambda: spmd.training.pipeline([scaled], microbatches=0),
+            SpecError,
+            "microbatches",
+            "0",
+            "an integer of at least 1",
+            "microbatches=8",
+        ),
+        (
+            "one function",
+            lambda: spmd.training.pipeline(scaled),
+            SpecError,
+            "stages",
+            "scaled",
+            "a list of functions",
+            "[f] * 4",
+        ),
+        (
+            "a step outside of bodies",
+            lambda: spmd.training.pipeline([scaled] * 2, "model")([2.0, 2.0], X),
+            MeshError,
+            "",
+            "outside of any body",
+            "each worker runs its own stages",
+            "spmd.map(lambda params, x: step(params, x), in_specs=(specs, P()), out_specs=P())",
+        ),
+        (
+            "targets of other samples",
+            piped(target=X[:2]),
+            LayoutError,
+            "target",
+            "2 entries in dimension 0, and 3 of x",
+            "a target for each sample",
+            "x[indices] and y[indices]",
+        ),
+        (
+            "a loss that is no scalar",
+            piped(lambda y, target: (y - target) ** 2),
+            DifferentiationError,
+            "",
+            "float64[2, 2]",
+            "a scalar",
+            "reduce it",
+        ),
+        (
+            "a batch for each worker along the pipeline",
+            piped(x=EVEN, ins=P("model")),
+            StateError,
+            "x",
+            "each worker along 'model' has another one",
+            "x goes in at its first worker, target at its last",
+            "axis_name=() for whole minibatches; spmd.keep(x, 'model', 0)",
+        ),
+        (
+            "a target for each worker along the pipeline",
+            piped(x=EVEN, ins=(P(), P("model"))),
+            StateError,
+            "target",
+            "each worker along 'model' has another one",
+            "target at its last",
+            "spmd.keep(x, 'model', 1)",
+        ),
+        (
+            "a batch at the last worker",
+            piped(body=kept_at_the_last),
+            StateError,
+            "x",
+            "Rooted(1 along model)",
+            "the worker at place 0 along 'model'",
+            "spmd.move(x, 'model', 1, 0)",
+        ),
+        (
+            "parameters at another worker",
+            piped(body=parameters_at_another_worker),
+            StateError,
+            "params[1]",
+            "Rooted(0 along model)",
+            "the worker at place 1 along 'model'",
+            "spmd.move(x, 'model', 0, 1)",
+        ),
+        (
+            "shared parameters that differ",
+            piped(body=own_copies_of_shared),
+            StateError,
+            "shared",
+            "Varying(model)",
+            "one value on all workers along 'model'",
+            "belongs to its params",
+        ),
+        (
+            "a stage that closes over a traced array",
+            piped(body=closing_over_a_traced_array),
+            DifferentiationError,
+            "stages",
+            "differentiated around the pipeline",
+            "a pipeline computes gradients itself",
+            "give what stages close over in `shared`",
+        ),
+        (
+            "a target that is differentiated",
+            piped(lambda y, target: np.mean((y - target) ** 2), body=differentiating_the_target),
+            DifferentiationError,
+            "target",
+            "differentiated around the pipeline",
+            "a pipeline computes gradients itself",
+            "without spmd.grad around it",
+        ),
+        (
+            "a mean over nobody knows what",
+            piped(x=EVEN, ins=D, body=varying_parameters),
+            StateError,
+            "loss_axis_name",
+            "a loss that varies over 'data', as its parameters do",
+            "the axes over which it takes the mean",
+            "loss_axis_name='data', or ()",
+        ),
+    )
+]
+
+
+ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED, *PIPELINES]

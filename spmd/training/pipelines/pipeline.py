@@ -210,7 +210,8 @@ class _Step:
 
     def _as_given(self, leaf: Any, gradient: Any) -> Any:
         if gradient is None:
-            gradient = spread(np.zeros_like(leaf.block if type(leaf) is Rooted else leaf), self.names)
+            held = leaf.block if type(leaf) is Rooted else leaf
+            gradient = self.stages.alone(lambda: spread(np.zeros_like(held), self.names))
         if type(leaf) is not Rooted:
             return gradient
         return leaf.holding(self._without_axes(gradient))
