@@ -84,8 +84,7 @@ def accumulate(
         for k, part in enumerate(parts if weights is None else parts[: weights.parts_with_samples()]):
             with nullcontext() if weights is None else weights.quiet(k):
                 run.add(part, weights, k)
-        value = (run.value, run.auxes) if has_aux else run.value
-        return value, run.gradient()
+        return (run.value, run.auxes) if has_aux else run.value, run.gradient()
 
     return api_boundary(value_and_gradient)
 

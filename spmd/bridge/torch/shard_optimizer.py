@@ -297,7 +297,7 @@ def _checksum(grad: torch.Tensor) -> int:
     if is_partitioned(grad):  # set by the program: each worker has its part
         return 0
     own = local_data(grad).detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(own.view(torch.uint8).numpy())
+    return zlib.crc32(own.view(torch.uint8).numpy().data)
 
 
 def _check_optimizer(optimizer: Any, elementwise: bool | None) -> None:

@@ -57,7 +57,9 @@ def _hanging(p: torch.Tensor) -> _Unsummed | None:
     """What hangs on `.grad`. Raises StateError if `.grad` was changed since, and not cleared."""
     with no_overrides():
         grad: Any = p.grad
-    own: _Unsummed | None = None if grad is None else vars(grad).get("_unsummed")
+    if grad is None:
+        return None
+    own: _Unsummed | None = vars(grad).get("_unsummed")
     if own is None or _version(grad) == own.version:
         return own
     if bool(local_data(grad).any()):

@@ -78,12 +78,10 @@ def shard_parameters(
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
     again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make
     equally many backwards; a part of a minibatch may be empty. With prefetch=1 two units are whole at a time, and those
-    around them. If arguments are global tensors split over
-    axis_name, as by in_specs=P("data"), results and gradients are those of one worker.
+    around them. Of arguments that are global tensors split over axis_name, results are those of one worker.
     no_sync: in `with model.no_sync():` backward sends no gradients and adds this worker's own gradients of the wholes,
-    in reduce_dtype: as much memory as whole gradients. `.grad` shows a block of them. The next backward outside sums
-    everything; until then, steps and norms raise StateError, and `optimizer.zero_grad()` drops what is not summed.
-    `spt.shard_optimizer` leaves the optimiser of a sharded module as it is: its states are those of blocks.
+    in reduce_dtype: as much memory as whole gradients. The next backward outside sums everything; until then, steps and
+    norms raise StateError, and `optimizer.zero_grad()` drops what is not summed.
     Cost: for each unit and dtype one all-gather in forward, one in backward, and one reduce-scatter.
     Raises StateError for modules sharded already, lazy parameters and units that match nothing, DifferentiationError
     for backward with create_graph=True, MeshError outside of bodies.
