@@ -7,7 +7,6 @@ import pytest
 
 import spmd
 from spmd import P
-from spmd.training.pipelines.pipeline import Gradients
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(53, 4)), RNG.normal(size=(53, 2))
@@ -138,17 +137,3 @@ def test_an_error_says_in_which_action_it_arose(scheduler, kind):
         f(np.ones(5))
     notes = [note for note in caught.value.__notes__ if "of the pipeline" in note]
     assert notes == [f"raised in the {kind} action of stage 1 of the pipeline, for microbatch 2"]
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [spmd.optim.adam(), spmd.optim.clipped(spmd.optim.sgd(0.1), 1.0), spmd.optim.groups({"*": spmd.optim.sgd(0.1)})],
-    ids=["adam", "clipped", "groups"],
-)
-def test_gradients_of_another_tree_are_explained(optimizer):
-    """As those of a pipeline without `.params`."""
-    state = optimizer.init(WEIGHTS)
-    with pytest.raises(ValueError, match=r"(?s)spmd.optim: argument grads.*3 leaves.*mend:   grads.params$"):
-        optimizer.update(Gradients(WEIGHTS), state, WEIGHTS)
-    with pytest.raises(ValueError, match=r"(?s)with 1 leaves, and nothing at params\[1\]\['b'\].*has 3 leaves"):
-        optimizer.update(WEIGHTS[:1], state, WEIGHTS)
