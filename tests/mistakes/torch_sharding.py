@@ -119,7 +119,7 @@ ROWS = [
         "spt.grad_norm: argument 0.weight", UNSUMMED, "the sum over workers", "outside of no_sync"),
     Row("gradients changed before the sum",
         _unsummed(lambda net, optimizer: net(X).sum().backward(), after=_halve), StateError,
-        f"{SHARD} 1.", "a .grad that was changed after a backward under no_sync", "left unchanged until the sum",
+        f"{SHARD} 0.weight", "a .grad that was changed after a backward under no_sync", "left unchanged until the sum",
         "after a backward outside of no_sync"),
     Row("backwards of unequally many parts", sharded(_unequal_parts), DeadlockError,
         "a collective", "shard_parameters(", "the same collectives in the same order",
