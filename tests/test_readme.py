@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -82,6 +83,19 @@ def run(path: Path) -> tuple[dict, list[str]]:
     return names, printed
 
 
+@contextlib.contextmanager
+def same_dtype_of_torch() -> Iterator[None]:
+    """The default dtype of torch is afterwards what it was before; a page may set it."""
+    torch = sys.modules.get("torch")
+    before = torch.get_default_dtype() if torch else None
+    try:
+        yield
+    finally:
+        torch = sys.modules.get("torch")
+        if torch:
+            torch.set_default_dtype(before or torch.float32)
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -105,7 +119,8 @@ def is_lesson(path: Path) -> bool:
 
 
 def marks(path: Path) -> list[pytest.MarkDecorator]:
-    found = [pytest.mark.torch] if path.name.startswith(("torch", "porting_d")) else []
+    torch = any("import torch" in block.text for block in blocks(path) if block.language == "python")
+    found = [pytest.mark.torch] if torch else []
     found += [HOST] if path.name == "rules.md" else []
     return found + [PRINTS] * is_lesson(path)
 
@@ -114,7 +129,8 @@ def marks(path: Path) -> list[pytest.MarkDecorator]:
 def test_every_block_runs(path, monkeypatch):
     if is_lesson(path):
         monkeypatch.delenv("SPMD_SCHEDULER", raising=False)  # bodies that print do so in the order of the workers
-    _, printed = run(path)
+    with same_dtype_of_torch():
+        _, printed = run(path)
     if is_lesson(path):
         assert not differences(path, printed)
 
