@@ -55,7 +55,7 @@ class SampleWeights:
 
     def _summed(self, over: tuple[str, ...]) -> Any:
         """The lengths of the microbatches, summed over these axes."""
-        counts: Any = np.asarray(self.sizes, np.float64)
+        counts = self._array(self.sizes)
         counts = varying(counts, self.sample_axes) if self.sample_axes else counts
         return psum(counts, over) if over else counts
 
@@ -63,8 +63,7 @@ class SampleWeights:
         """The share of microbatch k of a loss; nothing of a microbatch without samples."""
         if self.shares is None:
             self.shares = self._counted(value)
-        share = self.shares[k].astype(value.dtype) if hasattr(value, "dtype") else self.shares[k]
-        return np.where(share == 0, np.zeros_like(value), value * share)
+        return self._weighted(value, self.shares[k])
 
     def quiet(self, k: int) -> AbstractContextManager[Any]:
         """Without warnings of divisions where this worker has no samples, whose mean is 0/0 and counts for nothing."""
@@ -74,18 +73,17 @@ class SampleWeights:
         worker = WORKER.get()
         over = self._axes_of_loss(worker, value) if worker is not None and self.axes else ()
         if self.reduction == "sum":
-            sizes = np.asarray(self.sizes, np.float64)
-            return np.ones_like(sizes) if over else np.minimum(sizes, 1)
+            return self._array([1.0 if over else min(size, 1) for size in self.sizes])
         counts = self.counts if self.counts is not None and over == self.sample_axes else self._summed(over)
-        return counts / np.sum(counts)
+        return counts / counts.sum()
 
     def _axes_of_loss(self, worker: Worker, value: Any) -> tuple[str, ...]:
         if self.axis_name is not None:
             names = worker.mesh.names(self.axis_name, self.where)
             return tuple([n for n in names if n in self.axes])
-        unclear = [n for n in worker.mesh.axes if n in self.axes & varying_axes(value)]
+        unclear = [n for n in worker.mesh.axes if n in self.axes & self._axes_of(value)]
         for p in tree.leaves(self.params) if unclear and self.reduction == "mean" else ():
-            if not varying_axes(p).isdisjoint(unclear):
+            if not self._axes_of(p).isdisjoint(unclear):
                 raise StateError.at(
                     self.where,
                     argument=self.option,
@@ -93,4 +91,18 @@ class SampleWeights:
                     need="the axes over which it takes the mean: its state does not say",
                     mend=f"{self.option}={unclear[0]!r}, or () for a mean of each worker's own samples",
                 )
-        return tuple([n for n in worker.mesh.axes if n in self.axes - varying_axes(value)])
+        return tuple([n for n in worker.mesh.axes if n in self.axes - self._axes_of(value)])
+
+    # What depends on the library of the arrays
+
+    def _axes_of(self, x: Any) -> Any:
+        """The axes along which an array varies."""
+        return varying_axes(x)
+
+    def _array(self, numbers: Sequence[float]) -> Any:
+        return np.asarray(numbers, np.float64)
+
+    def _weighted(self, value: Any, share: Any) -> Any:
+        """The share of a loss; nothing of one that may be the mean of no samples."""
+        share = share.astype(value.dtype) if hasattr(value, "dtype") else share
+        return np.where(share == 0, np.zeros_like(value), value * share)

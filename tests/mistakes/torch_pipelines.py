@@ -19,16 +19,20 @@ X = torch.ones(4, 2)
 
 
 def made(
-    stages: Any = None, use: Callable[[Any, torch.Tensor], Any] | None = None, **options: Any
+    stages: Any = None,
+    use: Callable[[Any, torch.Tensor], Any] | None = None,
+    check: bool = True,
+    **options: Any,
 ) -> Callable[[], Any]:
-    """A pipeline of two workers, and its use."""
+    """A pipeline of two stages, and its use; without checks beside an axis of data."""
 
     def body(x: torch.Tensor) -> None:
         own = [nn.Linear(2, 2), nn.Linear(2, 2)] if stages is None else stages()
         step = spt.pipeline(own, "stage", **{"microbatches": 2, "loss": torch.mean, **options})
         (use or (lambda step, x: step.backward(x)))(step, x)
 
-    return lambda: spt.map(body, P(), None, mesh=spmd.Mesh(stage=2))(X)
+    mesh = spmd.Mesh(stage=2) if check else spmd.Mesh(data=2, stage=2)
+    return lambda: spt.map(body, P(), None, mesh=mesh, check=check)(X)
 
 
 class Summed(nn.Module):
@@ -142,6 +146,15 @@ ROWS = [
             "tensor float32[]",
             "along which they are cut into microbatches",
             "closed over",
+        ),
+        (
+            "a mean without states beside another axis",
+            made(check=False),
+            StateError,
+            "loss_axis_name",
+            "None, in a body without states",
+            "the axes over which loss takes the mean",
+            "loss_axis_name='data', or ()",
         ),
     )
 ]

@@ -9,10 +9,10 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.errors import LayoutError, describe
-from spmd.layout import block_sizes, offsets
+from spmd.layout import offsets
 from spmd.operators.root import Rooted
 
-__all__ = ["joined", "length_of", "microbatches_of", "weights_of"]
+__all__ = ["joined", "length_of", "microbatches_of"]
 
 
 def length_of(batch: Any, argument: str, where: str = "spmd.training.pipeline") -> int:
@@ -35,15 +35,6 @@ def microbatches_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """The pieces of a batch, of these lengths."""
     ends = offsets(sizes)
     return [tree.map(lambda x, k=k: x[ends[k] : ends[k + 1]], batch) for k in range(len(sizes))]
-
-
-def weights_of(n: int, microbatches: int, reduction: str) -> tuple[list[int], list[float]]:
-    """The lengths of the microbatches of a batch, as even as they go, and the weights of their losses.
-
-    Empty ones have none.
-    """
-    sizes = [*block_sizes(n, microbatches)]
-    return sizes, [size / max(n, 1) if reduction == "mean" else float(size > 0) for size in sizes]
 
 
 def joined(pieces: Sequence[Any]) -> Any:

@@ -26,6 +26,7 @@ from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError, describe
 from spmd.mesh import WORKER, Worker
 from spmd.state import REPLICAS
+from spmd.training.sample_weights import SampleWeights
 
 __all__ = ["ModuleStages"]
 
@@ -43,7 +44,7 @@ class ModuleStages:
     modules: of this worker, by stage; last: the number of the last stage of all. worker: acts alone along the axes of
     the pipeline. learns: whether gradients are computed, of the input too with differentiates_input.
     splits_backward: whether those of parameters come later. inputs, targets, weights: of microbatches, with the weights
-    of their losses. seed: of the random numbers of this step.
+    of their losses. skipped: microbatches without a loss. seed: of the random numbers of this step.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], last: int, worker: Worker):
@@ -52,7 +53,8 @@ class ModuleStages:
         self.scale: Callable[[Any], Any] | None = None
         self.inputs: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
-        self.weights: Sequence[float] = ()
+        self.weights: SampleWeights
+        self.skipped: frozenset[int] = frozenset()
         self.learns = self.splits_backward = self.differentiates_input = False
         self.seed: int | None = None
         self.total: torch.Tensor | None = None
@@ -91,9 +93,9 @@ class ModuleStages:
         return result, _Kept(entry, [get_gradient_edge(x) for x in ends]) if self.learns else None
 
     def _ends_of_loss(self, y: Any, k: int) -> list[torch.Tensor]:
-        """Add the loss of a microbatch, as it counts, to the total. An empty microbatch has none."""
+        """Add the loss of a microbatch, as it counts, to the total."""
         assert self.loss is not None
-        if self.weights[k]:
+        if k not in self.skipped:
             targets = () if self.targets[k] is None else (self.targets[k],)
             value = self.loss(y, *targets)
             if not isinstance(value, torch.Tensor) or value.ndim:
@@ -104,8 +106,7 @@ class ModuleStages:
                     need="the loss of a microbatch, a tensor without dimensions",
                     mend='torch.nn.functional.mse_loss; reduction="sum" if it is a sum over entries',
                 )
-            if self.weights[k] != 1:
-                value = value * self.weights[k]
+            value = self.weights.of(value, k)
         else:
             value = torch.stack([x.sum() * 0.0 for x in value_of_output(y)[1]]).sum()
         self.total = value.detach() if self.total is None else self.total + value.detach()

@@ -15,6 +15,7 @@ from spmd.autodiff import tree
 from spmd.bridge.torch.data_parallel import DataParallel
 from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.pipelines.module_stages import ModuleStages
+from spmd.bridge.torch.pipelines.sample_weights import TensorWeights, axes_of_batch
 from spmd.bridge.torch.pipelines.states import state_of_stages
 from spmd.bridge.torch.pipelines.ties import Tie
 from spmd.bridge.torch.pipelines.values import WHERE, Value, held_as, structured
@@ -25,12 +26,13 @@ from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import SpecError, StateError, describe, message
+from spmd.layout import block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.at_root import LoneWorker
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
-from spmd.training.pipelines.batches import length_of, microbatches_of, weights_of
+from spmd.training.pipelines.batches import length_of, microbatches_of
 from spmd.training.pipelines.exchange import Exchange
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import schedule_of
@@ -62,6 +64,7 @@ class Pipeline(nn.Module):
         loss: Callable[..., Any] | None,
         reduction: str,
         tied: Sequence[Sequence[tuple[int, str]]],
+        loss_axis_name: str | Sequence[str] | None,
     ):
         super().__init__()
         worker = here(WHERE)
@@ -70,7 +73,7 @@ class Pipeline(nn.Module):
         modules = self._own_stages(stages, group)
         self.schedule = schedule_of(schedule, group.size, microbatches, self.n_stages // group.size, WHERE)
         self.stages = nn.ModuleDict({str(k): m for k, m in modules.items()})
-        self.loss, self.reduction, self.most = loss, reduction, 0
+        self.loss, self.reduction, self.loss_axis_name, self.most = loss, reduction, loss_axis_name, 0
         self.ties = [Tie(holders, modules, self.schedule, self.axis_name) for holders in tied]
         for tie in self.ties:
             tie.equalize(worker)
@@ -191,12 +194,34 @@ class _Step:
             LoneWorker(self.worker, self.names, self._refused),
         )
         self.x = x
-        sizes, stages.weights = weights_of(length_of(x, "x", WHERE), self.schedule.microbatches, pipeline.reduction)
+        sizes = block_sizes(length_of(x, "x", WHERE), self.schedule.microbatches)
+        axes = self._sample_axes((x, target))
+        stages.weights = TensorWeights(
+            WHERE, "loss_axis_name", sizes, axes, pipeline.loss_axis_name, (), pipeline.reduction
+        )
+        if not axes:  # Otherwise other workers may have samples, with which the loss has to meet.
+            stages.skipped = frozenset(k for k, size in enumerate(sizes) if not size)
         stages.inputs = microbatches_of(self._own(x), sizes)
         stages.targets = [None] * len(sizes) if target is None else microbatches_of(self._own(target), sizes)
         generator = worker_generator()
         if pipeline.training and generator is not None:
             stages.seed = random_word(generator)
+
+    def _sample_axes(self, batch: Any) -> frozenset[str]:
+        """The axes along which samples differ. Without states the loss must say those that matter."""
+        named, mesh = self.pipeline.loss_axis_name, self.worker.mesh
+        if self.worker.tracked or self.pipeline.loss is None or self.pipeline.reduction == "sum":
+            return axes_of_batch(batch).difference(self.names)
+        others = [n for n, size in mesh.axes.items() if size > 1 and n not in self.names]
+        if named is None and others:
+            raise StateError.at(
+                WHERE,
+                argument="loss_axis_name",
+                got="None, in a body without states",
+                need="the axes over which loss takes the mean: workers may have different numbers of samples",
+                mend=f"loss_axis_name={others[0]!r}, or () for a mean of each worker's own samples",
+            )
+        return frozenset(() if named is None else mesh.names(named, WHERE))
 
     def _own(self, x: Any) -> Any:
         """Tensors as this worker has them, along the axes of the pipeline of its own."""
@@ -319,6 +344,7 @@ def pipeline(
     loss: Callable[..., Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     tied: Sequence[Sequence[tuple[int, str]]] = (),
+    loss_axis_name: str | Sequence[str] | None = None,
 ) -> Pipeline:
     """Modules as stages on the workers along an axis, which work at the same time on the microbatches of a batch.
 
@@ -338,7 +364,9 @@ def pipeline(
     "zero_bubble" fills the time in which a worker would wait with gradients of parameters; "interleaved" runs several
     stages on each worker. All give the same gradients.
     loss: loss(y) or loss(y, target) of a microbatch at the last stage; reduction: whether it is a mean over the entries
-    of dimension 0, so that microbatches count by their lengths, or a sum.
+    of dimension 0, so that microbatches count by their lengths, or a sum. loss_axis_name: for "mean" the axes over
+    which loss takes it, () for the worker's own samples; None: those that split the samples and along which the loss is
+    one value, as that of `spt.mean(errors, "data")` is. With check=False it must be said where the mesh has other axes.
     tied: lists of parameters that are one, each as (stage, name): all get the value of the first, and the sum of their
     gradients. All need the same options of the optimiser.
 
@@ -361,4 +389,4 @@ def pipeline(
     """
     if reduction not in ("mean", "sum"):
         raise SpecError.at(WHERE, argument="reduction", got=repr(reduction), need='"mean" or "sum"', mend='"mean"')
-    return Pipeline(stages, axis_name, microbatches, schedule, loss, reduction, tied)
+    return Pipeline(stages, axis_name, microbatches, schedule, loss, reduction, tied, loss_axis_name)
