@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.gradient_sync import GradientSync
-from spmd.bridge.torch.module_broadcast import WHERE
+from spmd.bridge.torch.module_broadcast import WHERE, check_initialized
 from spmd.bridge.torch.stale_optimizers import watch_steps
 from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.errors import MeshError, StateError, message
@@ -309,12 +309,4 @@ def _check_arguments(module: Any, reduction: Any, bucket_bytes: Any, init: Any) 
                 mend="leave it out: 4 MiB",
             )
         )
-    for name, p in module.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise StateError.at(
-                WHERE,
-                argument="module",
-                got=f"a lazy module, whose {name} has no shape yet",
-                need="parameters with a shape",
-                mend="run a forward with any data before: with torch.no_grad(): module(x)",
-            )
+    check_initialized(module, WHERE)

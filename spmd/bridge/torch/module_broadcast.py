@@ -17,7 +17,7 @@ from spmd.errors import LayoutError, StateError
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
-__all__ = ["WHERE", "any_worker", "broadcast_first", "copy_first", "copy_module", "sync_call"]
+__all__ = ["WHERE", "any_worker", "broadcast_first", "check_initialized", "copy_first", "copy_module", "sync_call"]
 
 WHERE = "spt.data_parallel"
 _BROADCAST_BYTES = 32 << 20
@@ -107,3 +107,16 @@ def copy_module(worker: Worker, axes: tuple[str, ...], module: nn.Module, verify
             names, tensors = zip(*named[:count], strict=True)
             copy_first(worker, axes, tensors, "values", names if verify else (), where)
             named = named[count:]
+
+
+def check_initialized(module: nn.Module, where: str) -> None:
+    """Raise StateError for a lazy module that has not seen data."""
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise StateError.at(
+                where,
+                argument="module",
+                got=f"a lazy module, whose {name} has no shape yet",
+                need="parameters with a shape",
+                mend="run a forward with any data before: with torch.no_grad(): module(x)",
+            )

@@ -14,7 +14,7 @@ from spmd.training.pipelines.schedules import Schedule, Transfer
 from spmd.transport.call import Call, Group, Pair
 from spmd.transport.plan import Forward, Plan
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "from_last"]
 
 _FAR = 1 << 24
 """The numbers of collectives among the workers of one stage begin so far behind those of transfers."""
@@ -63,6 +63,14 @@ class Exchange:
     def finish(self) -> None:
         """Count all transfers, and nothing else: as on all other workers."""
         self.comm.number = self.first + len(self.numbers)
+
+
+def from_last(worker: Worker, group: Group, message: np.ndarray | None, frame: Any) -> np.ndarray:
+    """What the last worker of a group gives, on all of them. frame: of the caller, for error messages."""
+    shape = (0,) if message is None else message.shape
+    call = Call("pipeline", group.axes, np.dtype(np.uint8), shape, detail="the result", same_shape=None, frame=frame)
+    call.host = True
+    return worker.comm.broadcast(group, call, message, group.size - 1).wait()
 
 
 def _nothing(shapes: Any) -> None:

@@ -19,7 +19,7 @@ from spmd.operators.root import Rooted, dtype_of
 from spmd.training.pipelines.arguments import WHERE, check_pipeline, check_step, checked_worker
 from spmd.training.pipelines.array_stages import ArrayStages, axes_of, spread
 from spmd.training.pipelines.batches import joined, microbatches_of
-from spmd.training.pipelines.exchange import Exchange
+from spmd.training.pipelines.exchange import Exchange, from_last
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import Schedule, schedule_of
 from spmd.training.sample_weights import SampleWeights
@@ -169,18 +169,7 @@ class _Step:
     def from_last(self, value: Any) -> Any:
         """What the last worker has, on all of them."""
         message = None if self.group.index < self.group.size - 1 else self.stages.pack(value)
-        shape = (0,) if message is None else message.shape
-        call = Call(
-            "pipeline",
-            self.names,
-            np.dtype(np.uint8),
-            shape,
-            detail="the result",
-            same_shape=None,
-            frame=sys._getframe(2),
-        )
-        call.host = True
-        sent = self.worker.comm.broadcast(self.group, call, message, self.group.size - 1).wait()
+        sent = from_last(self.worker, self.group, message, sys._getframe(2))
         value = self.stages.unpack(sent)
         return tree.map(self._without_axes, value)
 

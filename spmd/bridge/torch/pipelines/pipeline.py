@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +32,7 @@ from spmd.operators.root import Rooted
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
 from spmd.training.pipelines.batches import length_of, microbatches_of
-from spmd.training.pipelines.exchange import Exchange
+from spmd.training.pipelines.exchange import Exchange, from_last
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import schedule_of
 from spmd.transport.call import Call, Group
@@ -278,18 +277,7 @@ class _Step:
     def from_last(self, value: Value | None) -> Value:
         """What the last worker has, on all of them."""
         sent = None if value is None else self.stages.pack(value)
-        shape = (0,) if sent is None else sent.shape
-        call = Call(
-            "pipeline",
-            self.names,
-            np.dtype(np.uint8),
-            shape,
-            detail="the result",
-            same_shape=None,
-            frame=sys._getframe(2),
-        )
-        call.host = True
-        block = self.worker.comm.broadcast(self.group, call, sent, self.group.size - 1).wait()
+        block = from_last(self.worker, self.group, sent, sys._getframe(2))
         value = self.stages.unpack(block.copy())
         if not self.worker.tracked:
             return value

@@ -16,7 +16,7 @@ from spmd.bridge.torch.data_parallel import DataParallel
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.left_alone import left_alone
-from spmd.bridge.torch.module_broadcast import copy_module
+from spmd.bridge.torch.module_broadcast import check_initialized, copy_module
 from spmd.bridge.torch.plans.parallelize import matches
 from spmd.bridge.torch.replicas import differing
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
@@ -392,12 +392,4 @@ def _check_module(module: nn.Module) -> None:
                 need="the module alone",
                 mend="spt.shard_parameters(model.module, axis_name)",
             )
-    for name, p in module.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise StateError.at(
-                WHERE,
-                argument="module",
-                got=f"a lazy module, whose {name} has no shape yet",
-                need="parameters with a shape",
-                mend="run a forward with any data before: with torch.no_grad(): module(x)",
-            )
+    check_initialized(module, WHERE)
