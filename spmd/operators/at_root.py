@@ -29,6 +29,7 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.blocks import owned_block
+from spmd.operators.messages import dtype_from_json, dtype_to_json
 from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.root import Keep, Rooted, rooted
@@ -44,7 +45,6 @@ __all__ = [
     "RootCall",
     "at_root",
     "decoded",
-    "dtype_from_json",
     "encoded",
     "is_array",
     "refuse_program",
@@ -301,24 +301,12 @@ def _data(x):
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
-def _dtype_to_json(dtype: np.dtype) -> Any:
-    """A dtype as JSON: its name, also for ml_dtypes; for others NumPy's description."""
-    if dtype.isnative and dtype.names is None and dtype.type is not np.void:
-        return dtype.name
-    return np.lib.format.dtype_to_descr(dtype)
-
-
-def dtype_from_json(descr: Any) -> np.dtype:
-    """The dtype that `_dtype_to_json` wrote; JSON has turned tuples into lists."""
-    return np.dtype(descr) if isinstance(descr, str) else np.lib.format.descr_to_dtype([(*field,) for field in descr])
-
-
 def result_spec(x) -> ResultSpec:
     other = frontend(x)
     if other is not None:
         return ResultSpec(tuple(x.shape), other.dtype(x).name, tuple(sorted(other.state(x).varying)))
     varying = sorted(x.state.varying) if type(x) is Array else ()
-    return ResultSpec(np.shape(_data(x)), _dtype_to_json(_data(x).dtype), tuple(varying))
+    return ResultSpec(np.shape(_data(x)), dtype_to_json(_data(x).dtype), tuple(varying))
 
 
 def root_axes(worker: Worker) -> tuple[str, ...]:
@@ -351,8 +339,8 @@ def _refused(function: str, axis: str, call: Call) -> StateError:
     )
 
 
-def encoded(out, worker: Worker) -> tuple[Any, list]:
-    """The structure of a result, 0 for each leaf, and its leaves."""
+def encoded(out, worker: Worker, where: str = _WHERE, argument: str = "result of f") -> tuple[Any, list]:
+    """The structure of a result, 0 for each leaf, and its leaves. where, argument: in errors."""
     leaves: list = []
 
     def of(x):
@@ -364,22 +352,22 @@ def encoded(out, worker: Worker) -> tuple[Any, list]:
             return [f"{type(x).__module__}:{type(x).__qualname__}", [of(a) for a in x]]
         if type(x) is dict and all(type(k) in (str, int, bool) for k in x):
             return ["dict", [[k, of(a)] for k, a in x.items()]]
-        leaves.append(_leaf(x, worker))
+        leaves.append(_leaf(x, worker, where, argument))
         return 0
 
     return of(out), leaves
 
 
-def _leaf(x, worker: Worker):
+def _leaf(x, worker: Worker, where: str, argument: str):
     if frontend(x) is not None:
         return x
     data = x
     if type(x) is not Array and not on_device(x):
         need = "arrays, numbers and None, in tuples, lists and dicts with keys that are strings or integers"
         otherwise = "return the arrays; what else is needed on all workers, let all of them compute"
-        data = np.asarray(admit(x, _WHERE, "result of f", need=need, otherwise=otherwise))
+        data = np.asarray(admit(x, where, argument, need=need, otherwise=otherwise))
     if type(x) is Array:
-        admit_dtype(x.dtype, _WHERE, lambda: describe(x))
+        admit_dtype(x.dtype, where, lambda: describe(x))
         return x if hasattr(x.value, "dtype") else x.astype(x.dtype)
     data = owned_block(data, Vary(()))
     return worker.carrying(data, worker.state())

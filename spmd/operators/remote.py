@@ -26,7 +26,6 @@ from spmd.operators.at_root import (
     ResultSpec,
     RootCall,
     decoded,
-    dtype_from_json,
     encoded,
     is_array,
     refuse_program,
@@ -34,7 +33,7 @@ from spmd.operators.at_root import (
     spec_from_json,
 )
 from spmd.operators.memo import interned
-from spmd.operators.messages import packed, unpacked
+from spmd.operators.messages import dtype_from_json, packed, unpacked
 from spmd.operators.move import Move
 from spmd.operators.partial_comm import whole_comm
 from spmd.operators.reduce import AxisName, _names

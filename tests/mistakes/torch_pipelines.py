@@ -40,6 +40,26 @@ class Summed(nn.Module):
         return spt.psum(spt.pvary(x, "stage"), "stage")
 
 
+class Sparse(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to_sparse()
+
+
+class Total(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+
+class Keeping(nn.Linear):
+    """Adds what it has computed for the microbatch before."""
+
+    kept: torch.Tensor | float = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x + self.kept
+        return super().forward(self.kept)
+
+
 class Named(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         return {x.shape: x}
@@ -103,6 +123,42 @@ ROWS = [
             "x.whole()",
         ),
         (
+            "a sparse tensor between stages",
+            made(lambda: [Sparse(2, 2), nn.Linear(2, 2)]),
+            StateError,
+            "stages",
+            "a stage that returns",
+            "dense tensors",
+            "x.to_dense()",
+        ),
+        (
+            "a graph that goes on in the next microbatch",
+            made(lambda: [nn.Linear(2, 2), Keeping(2, 2)], schedule="gpipe"),
+            StateError,
+            "stages",
+            "the input of an earlier microbatch",
+            "a graph of its own for each microbatch",
+            "h.detach()",
+        ),
+        (
+            "outputs without dimensions",
+            made(lambda: [nn.Linear(2, 2), Total(2, 2)], use=lambda step, x: step(x)),
+            LayoutError,
+            "stages",
+            "results of microbatches 0 and 0 with shapes [[]] and [[]]",
+            "joined in dimension 0",
+            "x[None]",
+        ),
+        (
+            "a layer that two stages share",
+            made(lambda: [nn.Linear(2, 2)] * 2),
+            SpecError,
+            "tied",
+            "(0, 'weight') and (1, 'weight'), on several workers",
+            "parameters of one stage each, or named in `tied`",
+            "tied=[[(0, 'weight'), (1, 'weight')]]",
+        ),
+        (
             "a tied parameter without such a name",
             made(tied=[[(0, "weight"), (1, "wieght")]]),
             SpecError,
@@ -137,6 +193,42 @@ ROWS = [
             "which is differentiated",
             "data, or of_input=True",
             "of_input=True",
+        ),
+        (
+            "a target that differentiates",
+            made(use=lambda step, x: step.backward(x, x.detach().requires_grad_())),
+            StateError,
+            "target",
+            "which is differentiated",
+            "data",
+            "target.detach()",
+        ),
+        (
+            "targets of other samples",
+            made(use=lambda step, x: step.backward(x, x[:3])),
+            LayoutError,
+            "target",
+            "3 entries in dimension 0, and 4 of x",
+            "a target for each sample",
+            "x[indices] and y[indices]",
+        ),
+        (
+            "a batch for each worker along the pipeline",
+            made(use=lambda step, x: step.backward(spt.varying(x, "stage"))),
+            StateError,
+            "x",
+            "each worker along 'stage' has another one",
+            "x goes in at its first worker",
+            "spt.keep(x, 'stage', 0)",
+        ),
+        (
+            "a batch of arrays",
+            made(use=lambda step, x: step.backward(x.numpy())),
+            SpecError,
+            "x",
+            "ndarray float32[4, 2]",
+            "tensors of one length in dimension 0",
+            "torch.as_tensor(x)",
         ),
         (
             "a batch without dimensions",

@@ -439,11 +439,11 @@ def squares(y, *target):
     return np.mean(y**2)
 
 
-def piped(loss=squares, *, x=X, target=None, ins=None, body=None):
+def piped(loss=squares, *, x=X, target=None, ins=None, body=None, stages=(scaled, scaled)):
     """A step of two stages along `model`."""
 
     def of(x, target):
-        step = spmd.training.pipeline([scaled] * 2, "model", microbatches=2, loss=loss)
+        step = spmd.training.pipeline([*stages], "model", microbatches=2, loss=loss)
         value = step.value_and_grad([2.0, 2.0], x, target)[0] if body is None else body(step, x, target)
         return spmd.psum(value, "data") if value.state.varying else value
 
@@ -608,6 +608,33 @@ PIPELINES = [
             "differentiated around the pipeline",
             "a pipeline computes gradients itself",
             "without spmd.grad around it",
+        ),
+        (
+            "a parameter that is an integer",
+            piped(body=lambda step, x, target: step.value_and_grad([2.0, 2], x, target)[0]),
+            DifferentiationError,
+            "params[1]",
+            "int 2",
+            "an array of floating or complex dtype",
+            "close over it in the stages",
+        ),
+        (
+            "text between stages",
+            piped(stages=[lambda w, x: (w * x, "text"), scaled]),
+            StateError,
+            "stages",
+            "str 'text'",
+            "arrays, numbers and None, in tuples, lists and dicts",
+            "return the arrays",
+        ),
+        (
+            "outputs without dimensions",
+            piped(stages=[scaled, lambda w, x: np.sum(x)], body=lambda step, x, target: step([2.0, 2.0], x)),
+            LayoutError,
+            "stages",
+            "results of microbatches 0 and 0 with shapes [[]] and [[]]",
+            "joined in dimension 0",
+            "x[None]",
         ),
         (
             "a mean over nobody knows what",

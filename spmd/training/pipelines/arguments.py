@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
+from spmd.autodiff.transform_arguments import kind_of, not_floating
 from spmd.errors import DifferentiationError, JitError, LayoutError, MeshError, SpecError, StateError, describe
 from spmd.mesh import WORKER, Worker
 from spmd.operators.root import Rooted
+from spmd.optim.numbers import varying_axes
 from spmd.training.pipelines.batches import length_of
 from spmd.training.pipelines.schedules import check_options
 
-__all__ = ["WHERE", "check_pipeline", "check_place", "check_step", "check_untraced", "checked_worker"]
+__all__ = [
+    "WHERE",
+    "check_batch",
+    "check_floating",
+    "check_pipeline",
+    "check_place",
+    "check_step",
+    "check_untraced",
+    "checked_worker",
+]
 
 WHERE = "spmd.training.pipeline"
 
@@ -76,19 +87,45 @@ def check_step(params: Any, shared: Any, x: Any, target: Any, names: tuple[str, 
     for stage, own in enumerate(params):
         check_place(own, f"params[{stage}]", names, stage % workers)
     _check_same(shared, names)
+    return check_batch(x, target, names, workers)
+
+
+def check_batch(
+    x: Any,
+    target: Any,
+    names: tuple[str, ...],
+    workers: int,
+    where: str = WHERE,
+    varying: Callable[[Any], Collection[str]] = varying_axes,
+) -> int:
+    """The length of a batch. varying: gives the axes along which a leaf varies. Raises for batches that differ along
+    these axes, and for targets of other samples."""
     for argument, value, place in (("x", x, 0), ("target", target, workers - 1)):
-        check_place(value, argument, names, place)
-        _check_unvaried(value, argument, names, place)
-    length = length_of(x, "x")
-    if target is not None and length_of(target, "target") != length:
+        check_place(value, argument, names, place, where)
+        _check_unvaried(value, argument, names, place, where, varying)
+    length = length_of(x, "x", where)
+    if target is not None and length_of(target, "target", where) != length:
         raise LayoutError.at(
-            WHERE,
+            where,
             argument="target",
-            got=f"{length_of(target, 'target')} entries in dimension 0, and {length} of x",
+            got=f"{length_of(target, 'target', where)} entries in dimension 0, and {length} of x",
             need="a target for each sample: both are cut into the same microbatches",
             mend="x and target of the same samples, such as x[indices] and y[indices]",
         )
     return length
+
+
+def check_floating(params: Any, shared: Any) -> None:
+    """Raise DifferentiationError for parameters that have no gradient."""
+    for argument, value in (("params", params), ("shared", shared)):
+        leaves = tree.flatten(value)[0]
+        for k, leaf in enumerate(leaves):
+            held = leaf.block if type(leaf) is Rooted else leaf
+            if kind_of(held) == "i":
+                path = lambda k=k, argument=argument, value=value: (
+                    argument + "".join(f"[{p!r}]" for p in tree.paths(value)[k])
+                )
+                raise not_floating(held, WHERE, path, "or close over it in the stages")
 
 
 def check_untraced(value: Any, argument: str) -> None:
@@ -106,31 +143,39 @@ def check_untraced(value: Any, argument: str) -> None:
             )
 
 
-def check_place(value: Any, argument: str, names: tuple[str, ...], place: int) -> None:
+def check_place(value: Any, argument: str, names: tuple[str, ...], place: int, where: str = WHERE) -> None:
     """Raise for Rooted values that another worker holds."""
     for leaf in tree.flatten(value)[0]:
         if type(leaf) is Rooted and (leaf.axes, leaf.root) != (names, place):
-            axis = names[0] if len(names) == 1 else names
+            axis, library = names[0] if len(names) == 1 else names, where.partition(".")[0]
             raise StateError.at(
-                WHERE,
+                where,
                 argument=argument,
                 got=describe(leaf),
                 need=f"a value of the worker at place {place} along {axis!r}, which uses it",
-                mend=f"spmd.keep(x, {axis!r}, {place}), or spmd.move(x, {axis!r}, {leaf.root}, {place})",
+                mend=f"{library}.keep(x, {axis!r}, {place}), or {library}.move(x, {axis!r}, {leaf.root}, {place})",
             )
 
 
-def _check_unvaried(value: Any, argument: str, names: tuple[str, ...], place: int) -> None:
+def _check_unvaried(
+    value: Any,
+    argument: str,
+    names: tuple[str, ...],
+    place: int,
+    where: str,
+    varying: Callable[[Any], Collection[str]],
+) -> None:
     for leaf in tree.flatten(value)[0]:
-        axes = [n for n in names if type(leaf) is Array and leaf.state is not None and n in leaf.state.varying]
+        axes = [n for n in names if type(leaf) is not Rooted and n in varying(leaf)]
+        library = where.partition(".")[0]
         if axes:
             raise StateError.at(
-                WHERE,
+                where,
                 argument=argument,
                 got=f"{describe(leaf)}, of which each worker along {axes[0]!r} has another one",
                 need=f"one batch along {axes[0]!r}: x goes in at its first worker, target at its last",
                 mend=f"leave {axes[0]!r} out of the specs of the batch, and of its Sampler: axis_name=() for whole "
-                f"minibatches; spmd.keep(x, {axes[0]!r}, {place}) of what only this worker has to know",
+                f"minibatches; {library}.keep(x, {axes[0]!r}, {place}) of what only this worker has to know",
             )
 
 

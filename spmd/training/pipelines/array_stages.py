@@ -45,18 +45,23 @@ class ArrayStages:
 
     stages: the functions of all stages; loss: of the last one's output, if there is one. params: the parameters of this
     worker's stages, by stage; shared: those that all stages get. inputs, targets: the microbatches; weights: of their
-    losses. skipped: microbatches without a loss. worker: acts alone along the axes of the pipeline. learns: whether
+    losses. worker: acts alone along axes, those of the pipeline. learns: whether
     gradients are wanted; splits: those of parameters later; differentiates_input: that of the input too.
     """
 
-    def __init__(self, stages: Sequence[Callable[..., Any]], loss: Callable[..., Any] | None, worker: Worker):
-        self.stages, self.loss, self.worker = stages, loss, worker
+    def __init__(
+        self,
+        stages: Sequence[Callable[..., Any]],
+        loss: Callable[..., Any] | None,
+        worker: Worker,
+        axes: tuple[str, ...],
+    ):
+        self.stages, self.loss, self.worker, self.axes = stages, loss, worker, axes
         self.params: dict[int, Any] = {}
         self.shared: tuple[Any, ...] = ()
         self.inputs: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
         self.weights: SampleWeights | None = None
-        self.skipped: frozenset[int] = frozenset()
         self.learns, self.splits = True, False
         self.differentiates_input = False
         self.total: Any = None
@@ -94,7 +99,7 @@ class ArrayStages:
 
         def of(x: Any, params: Any, shared: tuple[Any, ...]) -> Any:
             y = self.stages[stage](params, x, *shared)
-            return self._loss(y, k) if last else y
+            return self._loss(y, k) if last else tree.map(self._handed_on, y)
 
         parameters = (self.params[stage], self.shared)
         if stage > 0 or self.differentiates_input:
@@ -111,16 +116,18 @@ class ArrayStages:
         check_untraced(y, "stages")
         if not last:
             return y, (pull, None)
-        if k not in self.skipped:
-            self.total = y if self.total is None else self.total + y
+        self.total = y if self.total is None else self.total + y
         return None, (pull, y)
+
+    def _handed_on(self, leaf: Any) -> Any:
+        """A leaf of what a stage returns, in the state in which its gradient comes back."""
+        (leaf,) = encoded(leaf, self.worker, WHERE, "stages")[1]
+        return varying(leaf, self.axes)
 
     def _loss(self, y: Any, k: int) -> Any:
         """The loss of a microbatch, as it counts."""
         assert self.loss is not None
         assert self.weights is not None
-        if k in self.skipped:
-            return sum(np.sum(leaf) * 0.0 for leaf in tree.flatten(y)[0])
         targets = () if self.targets[k] is None else (self.targets[k],)
         value = self.loss(y, *targets)
         check_scalar(value, WHERE, False)
@@ -162,7 +169,7 @@ class ArrayStages:
         self.alone(work)
 
     def pack(self, value: Any) -> np.ndarray:
-        structure, leaves = encoded(value, self.worker)
+        structure, leaves = encoded(value, self.worker, WHERE, "stages")
         states = [sorted(x.state.varying) if type(x) is Array and x.state is not None else [] for x in leaves]
         return packed([np.asarray(to_host(value_of(x))) for x in leaves], [structure, states])
 

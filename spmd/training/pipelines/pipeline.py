@@ -11,14 +11,13 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
 from spmd.errors import SpecError, StateError
-from spmd.layout import block_sizes
 from spmd.mesh import Worker
 from spmd.operators.at_root import LoneWorker
 from spmd.operators.reduce import AxisName, _names, psum
 from spmd.operators.root import Rooted, dtype_of
-from spmd.training.pipelines.arguments import WHERE, check_pipeline, check_step, checked_worker
+from spmd.training.pipelines.arguments import WHERE, check_floating, check_pipeline, check_step, checked_worker
 from spmd.training.pipelines.array_stages import ArrayStages, axes_of, spread
-from spmd.training.pipelines.batches import joined, microbatches_of
+from spmd.training.pipelines.batches import check_joined, joined, microbatches_of, sizes_of
 from spmd.training.pipelines.exchange import Exchange, from_last
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import Schedule, schedule_of
@@ -59,8 +58,8 @@ class Pipeline:
         self.reduction, self.loss_axis_name = reduction, loss_axis_name
         self.most: dict[int, int] = {}
 
-    def plan(self, workers: int) -> Schedule:
-        """The schedule on so many workers."""
+    def plan(self, workers: int, microbatches: int | None = None) -> Schedule:
+        """The schedule on so many workers. microbatches: None: those of the pipeline."""
         virtual, rest = divmod(len(self.stages), workers)
         if rest or not virtual:
             raise SpecError.at(
@@ -70,7 +69,7 @@ class Pipeline:
                 need="as many stages on each worker",
                 mend=f"{workers} stages, or a multiple with schedule='interleaved'",
             )
-        return schedule_of(self.schedule, workers, self.microbatches, virtual)
+        return schedule_of(self.schedule, workers, microbatches or self.microbatches, virtual)
 
     def value_and_grad(
         self, params: Sequence[Any], x: Any, target: Any = None, *, shared: Any = None, of_input: bool = False
@@ -88,6 +87,7 @@ class Pipeline:
             raise SpecError.at(
                 WHERE, argument="loss", got="None", need="the loss of the last stage's output", mend="loss=f"
             )
+        check_floating(params, shared)
         step = _Step(self, params, shared, x, target)
         step.stages.differentiates_input = of_input
         step.run()
@@ -105,7 +105,7 @@ class Pipeline:
         step.run()
         outputs = step.stages.outputs
         return step.from_last(
-            step.stages.alone(lambda: joined([outputs[k] for k in sorted(outputs)])) if outputs else None
+            step.stages.alone(lambda: _joined([outputs[k] for k in sorted(outputs)])) if outputs else None
         )
 
 
@@ -120,17 +120,16 @@ class _Step:
         self.schedule = pipeline.plan(self.group.size)
         length = check_step(params, shared, x, target, self.names, self.schedule.stages, self.group.size)
         alone = LoneWorker(self.worker, self.names, self._refused)
-        self.stages = stages = ArrayStages(pipeline.stages, pipeline.loss, alone)
+        self.stages = stages = ArrayStages(pipeline.stages, pipeline.loss, alone, self.names)
         stages.splits = self.schedule.splits_backward
-        sizes = block_sizes(length, pipeline.microbatches)
         x, target = spread(x, self.names), spread(target, self.names)
         self.batch_axes = tuple(n for n in axes_of((x, target)) if n not in self.names)
         axes, option = frozenset(self.batch_axes), "loss_axis_name"
+        sizes = sizes_of(length, pipeline.microbatches, not axes)
+        self.schedule = pipeline.plan(self.group.size, len(sizes))
         stages.weights = SampleWeights(
             WHERE, option, sizes, axes, pipeline.loss_axis_name, (params, shared), pipeline.reduction
         )
-        if not axes:  # Otherwise other workers may have samples, with which the loss has to meet.
-            stages.skipped = frozenset(k for k, size in enumerate(sizes) if k and not size)
         stages.inputs = microbatches_of(x, sizes)
         stages.targets = [None] * len(sizes) if target is None else microbatches_of(target, sizes)
         own = range(self.group.index, self.schedule.stages, self.group.size)
@@ -218,6 +217,13 @@ class _Step:
             for block, leaf in zip(blocks, leaves, strict=True)
         ]
         return tree.unflatten(treedef, handles)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The outputs of microbatches as that of the batch."""
+    leaves, structures = zip(*map(tree.flatten, outputs), strict=True)
+    check_joined(structures, [[np.shape(leaf) for leaf in own] for own in leaves], WHERE)
+    return joined(outputs)
 
 
 def pipeline(

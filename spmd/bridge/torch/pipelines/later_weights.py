@@ -3,7 +3,8 @@
 The nodes of a graph that lead to the input form the path that the first part takes. A node on it that leads to
 parameters beside it, such as a product of the input and a weight, is a fork: what arrives there is kept, and the second
 part starts from the forks. So nothing on the path is computed twice. Where a parameter is reached from several forks,
-the second part goes through the whole graph again.
+the second part goes through the whole graph again. What runs backward only as a whole, as a compiled function does, has
+no second part.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (2023).
 """
@@ -21,6 +22,9 @@ from spmd.bridge.torch.tensor import backward_scope
 __all__ = ["LaterWeights"]
 
 Gradients = Sequence[torch.Tensor | None]
+
+_WHOLE = {"CompiledFunctionBackward", "CheckpointFunctionBackward"}
+"""Nodes of torch that run once, for all their inputs."""
 
 
 class LaterWeights:
@@ -43,12 +47,15 @@ class LaterWeights:
             if fork is not node
             and (own := [*dict.fromkeys(p for child in _next(fork) if child not in path for p in leaves[child])])
         }
+        self.is_whole = any(type(n).__name__ in _WHOLE for n in leaves)
         counted = [p for own in (*self.forks.values(), self.starts[0][2]) for p in own]
         self.is_tree = len(counted) == len(set(counted))
 
     def input(self) -> None:
         """The first part: compute the gradient of the input."""
-        if self.anchor is None:
+        if self.is_whole:
+            _run(self.edges, self.gradients, None)
+        if self.anchor is None or self.is_whole:
             return
         arrived: dict[Any, Gradients] = {}
         handles = []
@@ -66,6 +73,8 @@ class LaterWeights:
 
     def weights(self) -> None:
         """The second part: add the gradients of parameters to their `.grad`."""
+        if self.is_whole:
+            return
         if self.anchor is None or not self.is_tree:
             _run(self.edges, self.gradients, self.all)
             return
@@ -73,8 +82,11 @@ class LaterWeights:
             _run(*self.starts.pop())
 
 
-def _run(edges: Sequence[GradientEdge], gradients: Gradients, inputs: list[Any], retain_graph: bool = False) -> None:
-    if edges and inputs:
+def _run(
+    edges: Sequence[GradientEdge], gradients: Gradients, inputs: list[Any] | None, retain_graph: bool = False
+) -> None:
+    """inputs: None: all leaves."""
+    if edges and inputs != []:
         with backward_scope():
             torch.autograd.backward(edges, gradients, retain_graph=retain_graph, inputs=inputs)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ from spmd.mesh import WORKER, Worker
 from spmd.state import REPLICAS
 from spmd.training.sample_weights import SampleWeights
 
-__all__ = ["ModuleStages"]
+__all__ = ["ModuleStages", "is_real"]
 
 
 class _Kept(NamedTuple):
@@ -44,7 +44,7 @@ class ModuleStages:
     modules: of this worker, by stage; last: the number of the last stage of all. worker: acts alone along the axes of
     the pipeline. learns: whether gradients are computed, of the input too with differentiates_input.
     splits_backward: whether those of parameters come later. inputs, targets, weights: of microbatches, with the weights
-    of their losses. skipped: microbatches without a loss. seed: of the random numbers of this step.
+    of their losses. seed: of the random numbers of this step.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], last: int, worker: Worker):
@@ -54,12 +54,11 @@ class ModuleStages:
         self.inputs: Sequence[Any] = ()
         self.targets: Sequence[Any] = ()
         self.weights: SampleWeights
-        self.skipped: frozenset[int] = frozenset()
         self.learns = self.splits_backward = self.differentiates_input = False
         self.seed: int | None = None
         self.total: torch.Tensor | None = None
         self.outputs: dict[int, Value] = {}
-        self.input_gradients: dict[int, Value] = {}
+        self.input_gradients: dict[int, list[torch.Tensor | None]] = {}
 
     def alone(self, work: Callable[[], Any]) -> Any:
         """work(), of which the other workers of the pipeline know nothing."""
@@ -95,20 +94,17 @@ class ModuleStages:
     def _ends_of_loss(self, y: Any, k: int) -> list[torch.Tensor]:
         """Add the loss of a microbatch, as it counts, to the total."""
         assert self.loss is not None
-        if k not in self.skipped:
-            targets = () if self.targets[k] is None else (self.targets[k],)
-            value = self.loss(y, *targets)
-            if not isinstance(value, torch.Tensor) or value.ndim:
-                raise StateError.at(
-                    WHERE,
-                    argument="loss",
-                    got=f"a function that returns {describe(value)}",
-                    need="the loss of a microbatch, a tensor without dimensions",
-                    mend='torch.nn.functional.mse_loss; reduction="sum" if it is a sum over entries',
-                )
-            value = self.weights.of(value, k)
-        else:
-            value = torch.stack([x.sum() * 0.0 for x in value_of_output(y)[1]]).sum()
+        targets = () if self.targets[k] is None else (self.targets[k],)
+        value = self.loss(y, *targets)
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            raise StateError.at(
+                WHERE,
+                argument="loss",
+                got=f"a function that returns {describe(value)}",
+                need="the loss of a microbatch, a tensor without dimensions",
+                mend='torch.nn.functional.mse_loss; reduction="sum" if it is a sum over entries',
+            )
+        value = self.weights.of(value, k)
         self.total = value.detach() if self.total is None else self.total + value.detach()
         if self.scale is not None:
             value = self.scale(value)
@@ -126,7 +122,7 @@ class ModuleStages:
         if gradient is None:
             gradients: list[Any] = [None] * len(edges)
         else:
-            given = _gradients(gradient)
+            given = _given_gradients(gradient)
             edges = [edge for edge, g in zip(edges, given, strict=True) if g is not None]
             gradients = [g for g in given if g is not None]
         later = None
@@ -137,9 +133,9 @@ class ModuleStages:
         elif edges:
             with backward_scope():
                 torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
-        result = _value_of_gradients([] if entry is None else entry.gradients)
+        result = _value_of_gradients([] if entry is None else entry.take())
         if stage == 0:
-            self.input_gradients[k] = result
+            self.input_gradients[k] = _given_gradients(result)
         return result, later
 
     def weight(self, stage: int, microbatch: int, kept: LaterWeights) -> None:
@@ -163,6 +159,7 @@ def _value_of_gradients(gradients: Sequence[torch.Tensor | None]) -> Value:
     return Value([g is not None for g in gradients], given, [False] * len(given))
 
 
-def _gradients(value: Value) -> list[torch.Tensor | None]:
+def _given_gradients(value: Value) -> list[torch.Tensor | None]:
+    """The gradients that `_value_of_gradients` put together."""
     tensors = iter(value.tensors)
     return [next(tensors) if given else None for given in value.structure]

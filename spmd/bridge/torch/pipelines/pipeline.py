@@ -13,8 +13,9 @@ from torch import nn
 from spmd.autodiff import tree
 from spmd.bridge.torch.data_parallel import DataParallel
 from spmd.bridge.torch.interop import array_dtype
+from spmd.bridge.torch.pipelines.arguments import check_data, check_shared, check_tensors
 from spmd.bridge.torch.pipelines.module_stages import ModuleStages
-from spmd.bridge.torch.pipelines.sample_weights import TensorWeights, axes_of_batch
+from spmd.bridge.torch.pipelines.sample_weights import TensorWeights, axes_of_batch, axes_of_leaf
 from spmd.bridge.torch.pipelines.states import state_of_stages
 from spmd.bridge.torch.pipelines.ties import Tie
 from spmd.bridge.torch.pipelines.values import WHERE, Value, held_as, structured
@@ -25,13 +26,13 @@ from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import SpecError, StateError, describe, message
-from spmd.layout import block_sizes
 from spmd.mesh import Worker, here
 from spmd.operators.at_root import LoneWorker
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
-from spmd.training.pipelines.batches import length_of, microbatches_of
+from spmd.training.pipelines.arguments import check_batch
+from spmd.training.pipelines.batches import check_joined, microbatches_of, sizes_of
 from spmd.training.pipelines.exchange import Exchange, from_last
 from spmd.training.pipelines.executor import Execution
 from spmd.training.pipelines.schedules import schedule_of
@@ -71,6 +72,7 @@ class Pipeline(nn.Module):
         group = worker.group(self.axis_name)
         modules = self._own_stages(stages, group)
         self.schedule = schedule_of(schedule, group.size, microbatches, self.n_stages // group.size, WHERE)
+        check_shared(stages, self.schedule, tied)
         self.stages = nn.ModuleDict({str(k): m for k, m in modules.items()})
         self.loss, self.reduction, self.loss_axis_name, self.most = loss, reduction, loss_axis_name, 0
         self.ties = [Tie(holders, modules, self.schedule, self.axis_name) for holders in tied]
@@ -136,7 +138,8 @@ class Pipeline(nn.Module):
                 WHERE, argument="loss", got="None", need="the loss of the last stage's output", mend="loss=f"
             )
         if not of_input:
-            _check_data(x)
+            check_data(x, "x")
+        check_data(target, "target")
         step = _Step(self, x, target)
         step.stages.learns, step.stages.differentiates_input = True, of_input
         step.stages.splits_backward = self.schedule.splits_backward
@@ -184,35 +187,41 @@ class _Step:
     """One run of a pipeline on one worker."""
 
     def __init__(self, pipeline: Pipeline, x: Any, target: Any):
-        self.pipeline, self.names, self.schedule = pipeline, pipeline.axis_name, pipeline.schedule
+        self.pipeline, self.names = pipeline, pipeline.axis_name
         self.worker: Worker = here(WHERE)
         self.group: Group = self.worker.group(self.names)
+        check_tensors(x, target)
+        length = check_batch(x, target, self.names, self.group.size, WHERE, axes_of_leaf)
+        axes, everywhere = self._sample_axes((x, target))
+        sizes = sizes_of(length, pipeline.schedule.microbatches, everywhere)
+        plan = pipeline.schedule
+        self.schedule = schedule_of(plan.name, plan.workers, len(sizes), plan.virtual, WHERE)
         self.stages = stages = ModuleStages(
             pipeline.modules_by_stage,
             self.schedule.stages - 1,
             LoneWorker(self.worker, self.names, self._refused),
         )
         self.x = x
-        sizes = block_sizes(length_of(x, "x", WHERE), self.schedule.microbatches)
-        axes = self._sample_axes((x, target))
         stages.weights = TensorWeights(
             WHERE, "loss_axis_name", sizes, axes, pipeline.loss_axis_name, (), pipeline.reduction
         )
-        if not axes:  # Otherwise other workers may have samples, with which the loss has to meet.
-            stages.skipped = frozenset(k for k, size in enumerate(sizes) if not size)
         stages.inputs = microbatches_of(self._own(x), sizes)
         stages.targets = [None] * len(sizes) if target is None else microbatches_of(self._own(target), sizes)
         generator = worker_generator()
         if pipeline.training and generator is not None:
             stages.seed = random_word(generator)
 
-    def _sample_axes(self, batch: Any) -> frozenset[str]:
-        """The axes along which samples differ. Without states the loss must say those that matter."""
+    def _sample_axes(self, batch: Any) -> tuple[frozenset[str], bool]:
+        """The axes along which samples differ, and whether there are none. Without states the loss must say those that
+        matter to a mean; in a sum each counts."""
         named, mesh = self.pipeline.loss_axis_name, self.worker.mesh
-        if self.worker.tracked or self.pipeline.loss is None or self.pipeline.reduction == "sum":
-            return axes_of_batch(batch).difference(self.names)
+        if self.worker.tracked:
+            axes = axes_of_batch(batch).difference(self.names)
+            return axes, not axes
         others = [n for n, size in mesh.axes.items() if size > 1 and n not in self.names]
-        if named is None and others:
+        if named is not None:
+            return frozenset(mesh.names(named, WHERE)), not others
+        if others and self.pipeline.loss is not None and self.pipeline.reduction == "mean":
             raise StateError.at(
                 WHERE,
                 argument="loss_axis_name",
@@ -220,7 +229,7 @@ class _Step:
                 need="the axes over which loss takes the mean: workers may have different numbers of samples",
                 mend=f"loss_axis_name={others[0]!r}, or () for a mean of each worker's own samples",
             )
-        return frozenset(() if named is None else mesh.names(named, WHERE))
+        return frozenset(others), not others
 
     def _own(self, x: Any) -> Any:
         """Tensors as this worker has them, along the axes of the pipeline of its own."""
@@ -284,32 +293,22 @@ class _Step:
         return value._replace(tensors=[with_state(x, state_of(state_of_tensor(x).varying)) for x in value.tensors])
 
     def input_gradient(self) -> Any:
-        """The gradient of the batch, as Rooted values at the first worker."""
+        """The gradient of the batch, as Rooted values at the first worker; None of integers."""
         leaves, treedef = tree.flatten(self.x)
-        real = [k for k, leaf in enumerate(leaves) if _dtype_of(leaf).is_floating_point]
-        found = self.stages.input_gradients
-        result: list[Any] = [None] * len(leaves)
-        for place, k in enumerate(real):
-            leaf = leaves[k]
+        found = [iter(own) for _, own in sorted(self.stages.input_gradients.items())]
+        parts = [tree.leaves(part) for part in self.stages.inputs]
+        result: list[Any] = []
+        for k, leaf in enumerate(leaves):
             dtype = _dtype_of(leaf)
+            if not (dtype.is_floating_point or dtype.is_complex):
+                result.append(None)
+                continue
             block = torch.zeros(0, dtype=dtype)
             if self.group.index == 0:
-                block = torch.cat([found[m].tensors[place] for m in sorted(found)])
-            result[k] = Rooted(block, tuple(leaf.shape), array_dtype(dtype), self.names, 0)
+                own = [(next(gradients), part[k]) for gradients, part in zip(found, parts, strict=True)]
+                block = torch.cat([torch.zeros_like(x) if g is None else g for g, x in own])
+            result.append(Rooted(block, tuple(leaf.shape), array_dtype(dtype), self.names, 0))
         return tree.unflatten(treedef, result)
-
-
-def _check_data(x: Any) -> None:
-    """Raise StateError for a batch whose gradient is wanted and would be lost."""
-    for leaf in tree.leaves(x):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            raise StateError.at(
-                WHERE,
-                argument="x",
-                got=f"{describe(leaf)}, which is differentiated",
-                need="data, or of_input=True: what a stage computes belongs to no graph of the body",
-                mend="loss, gradient = step.backward(x, target, of_input=True); x.detach() if it is data",
-            )
 
 
 def _dtype_of(leaf: Any) -> torch.dtype:
@@ -318,6 +317,8 @@ def _dtype_of(leaf: Any) -> torch.dtype:
 
 def _joined(values: list[Value]) -> Value:
     """The outputs of microbatches as that of the batch."""
+    shapes = [[tuple(x.shape) for x in value.tensors] for value in values]
+    check_joined([value.structure for value in values], shapes, WHERE)
     columns = zip(*(value.tensors for value in values), strict=True)
     return values[0]._replace(tensors=[torch.cat([*column]) for column in columns])
 

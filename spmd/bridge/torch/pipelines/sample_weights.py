@@ -14,20 +14,25 @@ from spmd.mesh import WORKER
 from spmd.operators.root import Rooted
 from spmd.training.sample_weights import SampleWeights
 
-__all__ = ["TensorWeights", "axes_of_batch"]
+__all__ = ["TensorWeights", "axes_of_batch", "axes_of_leaf"]
 
 
 def axes_of_batch(batch: Any) -> frozenset[str]:
     """The axes along which the tensors of a batch vary."""
-    blocks = [leaf.block if type(leaf) is Rooted else leaf for leaf in tree.leaves(batch)]
-    return frozenset().union(*[state_of_tensor(x).varying for x in blocks if isinstance(x, torch.Tensor)])
+    return frozenset().union(*map(axes_of_leaf, tree.leaves(batch)))
+
+
+def axes_of_leaf(x: Any) -> frozenset[str]:
+    """The axes along which a tensor, or that of a Rooted value, varies."""
+    block = x.block if type(x) is Rooted else x
+    return frozenset(state_of_tensor(block).varying)
 
 
 class TensorWeights(SampleWeights):
     """`SampleWeights` of losses that are tensors."""
 
     def _axes_of(self, x: Any) -> frozenset[str]:
-        return frozenset(state_of_tensor(x).varying)
+        return axes_of_leaf(x)
 
     def _array(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device_of(WORKER.get()))

@@ -68,7 +68,22 @@ class Tie:
     def equalize(self, worker: Worker) -> None:
         """Give all the value of the first."""
         with torch.no_grad():
-            self._spread([None if p is None else local_data(p).detach() for _, p in self.own])
+            first, p = self.own[0]
+            value = None if p is None else local_data(p).detach()
+            for k in _distinct(self.own)[1:]:
+                target, own = self.own[k]
+                arrived = self._moved(value, first, target)
+                if own is None:
+                    continue
+                if arrived.shape != local_data(own).shape:
+                    raise SpecError.at(
+                        WHERE,
+                        argument="tied",
+                        got=f"parameters of shapes {[*arrived.shape]} and {[*local_data(own).shape]}",
+                        need="parameters of one shape",
+                        mend="tie weights that lie the same way: nn.Embedding(n, d) and nn.Linear(d, n)",
+                    )
+                local_data(own).detach().copy_(arrived)
 
     def set_aside(self) -> None:
         """Leave `.grad` for the gradients of one step alone."""
@@ -79,51 +94,35 @@ class Tie:
                 p.grad = None
 
     def add_up(self, worker: Worker) -> None:
-        """Give all the sum of their gradients, added to what they had before."""
+        """Give all the sum of their gradients, added to what they had before; nothing where none has one."""
         with torch.no_grad():
-            for _, p in self.own:
-                if p is not None and p.grad is None:
-                    p.grad = torch.zeros_like(p, requires_grad=False)
-            grads = self._gradients()
-            first, total = self.own[0][0], grads[0]
-            distinct = _distinct(self.own)
-            for k in distinct[1:]:
-                source = self.own[k][0]
-                arrived = self._moved(grads[k], source, first)
-                if total is not None:
-                    total += arrived
-            self._spread(grads)
+            (first, p), places = self.own[0], _distinct(self.own)[1:]
+            for k in places:
+                arrived = self._moved(self._gradient(k), self.own[k][0], first)
+                if p is not None and arrived is not None:
+                    _gradient_of(p).add_(arrived)
+            total = self._gradient(0)
+            for k in places:
+                target, own = self.own[k]
+                arrived = self._moved(total, first, target)
+                if own is None:
+                    continue
+                if arrived is None:
+                    own.grad = None
+                else:
+                    _gradient_of(own).copy_(arrived)
             done: set[int] = set()
             for (_, p), before in zip(self.own, self.before, strict=True):
                 if p is not None and before is not None and id(p) not in done:
                     done.add(id(p))
-                    p.grad += before  # type: ignore[operator]
+                    p.grad = before if p.grad is None else p.grad.add_(before)
 
-    def _gradients(self) -> list[torch.Tensor | None]:
-        """The gradient of each holder on this worker; zeros of a parameter that was named before."""
-        seen: set[int] = set()
-        grads: list[torch.Tensor | None] = []
-        for _, p in self.own:
-            grad = None if p is None else local_data(p.grad)
-            grads.append(torch.zeros_like(grad) if grad is not None and id(p) in seen else grad)
-            seen.add(id(p))
-        return grads
-
-    def _spread(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Copy the first value to the others."""
-        first = self.own[0][0]
-        for k in _distinct(self.own)[1:]:
-            arrived, value = self._moved(values[0], first, self.own[k][0]), values[k]
-            if value is not None:
-                if arrived.shape != value.shape:
-                    raise SpecError.at(
-                        WHERE,
-                        argument="tied",
-                        got=f"parameters of shapes {[*arrived.shape]} and {[*value.shape]}",
-                        need="parameters of one shape",
-                        mend="tie weights that lie the same way: nn.Embedding(n, d) and nn.Linear(d, n)",
-                    )
-                value.copy_(arrived)
+    def _gradient(self, k: int) -> torch.Tensor | None:
+        """The gradient of a holder on this worker; None where a place before has named the parameter."""
+        p = self.own[k][1]
+        if p is None or p.grad is None or any(p is q for _, q in self.own[:k]):
+            return None
+        return local_data(p.grad)
 
     def _moved(self, x: torch.Tensor | None, source: int, target: int) -> Any:
         """A tensor of the worker at `source`, as the one at `target` gets it."""
@@ -135,6 +134,13 @@ class Tie:
         if not arrived.size:
             return None
         return value_of_message(np.array(value_of(arrived)), device_of(here(WHERE))).tensors[0]
+
+
+def _gradient_of(p: nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter on this worker; zeros where there was none."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p, requires_grad=False)
+    return local_data(p.grad)
 
 
 def _distinct(own: Sequence[tuple[int, Any]]) -> list[int]:

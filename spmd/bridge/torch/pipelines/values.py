@@ -43,7 +43,7 @@ def value_of_output(out: Any) -> tuple[Value, list[torch.Tensor]]:
 
 def _structure(x: Any, tensors: list[torch.Tensor]) -> Any:
     """Containers as lists of their kind and parts; tensors as their numbers."""
-    if isinstance(x, torch.Tensor) and not is_partitioned(x):
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided and not (is_partitioned(x) or x.is_nested):
         tensors.append(x)
         return len(tensors) - 1
     if x is None or isinstance(x, bool | int | float | str):
@@ -56,8 +56,9 @@ def _structure(x: Any, tensors: list[torch.Tensor]) -> Any:
         WHERE,
         argument="stages",
         got=f"a stage that returns {describe(x)}",
-        need="tensors, numbers, strings and None, in tuples, lists and dicts, for the next stage",
-        mend="return the tensors; of what lies in blocks x.whole(), or this worker's x.block()",
+        need="dense tensors, numbers, strings and None, in tuples, lists and dicts, for the next stage",
+        mend="return the tensors; x.to_dense() or padded ones of sparse and nested ones; of what lies in blocks "
+        "x.whole(), or this worker's x.block()",
     )
 
 
@@ -74,16 +75,34 @@ def structured(structure: Any, tensors: Sequence[Any]) -> Any:
 
 
 class Entry:
-    """The tensors that enter a stage. gradients: of those that need one, after backward. node: of autograd; None where
-    no gradient is wanted."""
+    """The tensors that enter a stage, and their gradients. node: of autograd; None where no gradient is wanted."""
 
-    __slots__ = ("anchor", "gradients", "node", "tensors")
+    __slots__ = ("_gradients", "anchor", "node", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.tensors: Sequence[torch.Tensor] = tensors
-        self.gradients: Sequence[torch.Tensor | None] = [None] * len(tensors)
+        self._gradients: Sequence[torch.Tensor | None] | None = [None] * len(tensors)
         self.anchor: torch.Tensor | None = None
         self.node: Any = None
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add what a backward brings. Raises StateError after they were taken."""
+        if self._gradients is None:
+            raise StateError.at(
+                WHERE,
+                argument="stages",
+                got="a backward that reaches the input of an earlier microbatch, whose gradient has been sent",
+                need="a graph of its own for each microbatch",
+                mend="h.detach() of what a stage keeps from one microbatch for the next",
+            )
+        pairs = zip(self._gradients, gradients, strict=True)
+        self._gradients = [a if b is None else b if a is None else a + b for a, b in pairs]
+
+    def take(self) -> Sequence[torch.Tensor | None]:
+        """The gradients, once all have arrived."""
+        assert self._gradients is not None
+        gradients, self._gradients = self._gradients, None
+        return gradients
 
 
 class _Enter(torch.autograd.Function):
@@ -98,7 +117,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.entry.gradients = gradients
+        ctx.entry.add(gradients)
         return None, None
 
 
