@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
+from spmd.bridge.torch.backward_end import FollowsBackward, Token
 from spmd.bridge.torch.gradient_buckets import Bucket, ParameterGradient, accumulator, fill_buckets
 from spmd.bridge.torch.interop import array_dtype, block_of, write
 from spmd.bridge.torch.module_broadcast import (
@@ -34,10 +34,10 @@ from spmd.bridge.torch.split_gradients import finish_earlier, start_reduce_scatt
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
 from spmd.bridge.torch.uneven_calls import uneven_calls
-from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of, device_of
+from spmd.bridge.torch.worker_context import device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
-from spmd.mesh import WORKER, Worker
+from spmd.mesh import Worker
 from spmd.operators.at_root import root_axes
 from spmd.state import State, state_of
 from spmd.transport.call import LEDGERS
@@ -47,7 +47,6 @@ __all__ = ["WHERE", "GradientSync"]
 
 _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number of AccumulateGrad nodes, which backward runs as soon as it can."""
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 
 
 class Options(Protocol):
@@ -62,19 +61,12 @@ class Options(Protocol):
     overlap: bool
 
 
-class _Token:
-    """Lives as long as a backward: its final callback holds it, and torch drops both if backward raises."""
-
-    __slots__ = ("__weakref__",)
-
-
-class GradientSync:
+class GradientSync(FollowsBackward):
     """Sums the gradients of one worker's module.
 
-    context: of the worker, for which threads of torch act. entries: where each parameter is: dictionary, name, value.
-    gradients: those that are summed, in the order of the module. fixed: the other parameters.
-    token: of the backward that runs. begun: whether it has reached a parameter. sent: the number of buckets whose sums
-    it has started. order: the indices of gradients, as they arrived.
+    entries: where each parameter is: dictionary, name, value. gradients: those that are summed, in the order of the
+    module. fixed: the other parameters. begun: whether the backward that runs has reached a parameter. sent: the number
+    of buckets whose sums it has started. order: the indices of gradients, as they arrived.
     """
 
     def __init__(self, model: Options, worker: Worker, former: GradientSync | None = None):
@@ -89,7 +81,6 @@ class GradientSync:
         self.overlap = model.overlap
         self.limit = model.bucket_bytes
         self.syncing = True
-        self.context: WorkerContext
         self.bind(worker, new=True)
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter]] = [
             (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
@@ -114,7 +105,6 @@ class GradientSync:
         if former is not None and former.model() is model:
             self._take_over(former)
         self._fill_buckets(range(len(self.gradients) - 1, -1, -1))
-        self.token: weakref.ref[_Token] | None = None
         self._reset()
         self._claim()
 
@@ -214,26 +204,14 @@ class GradientSync:
         g.node = accumulator(g.p)  # keeps the node alive, so torch makes no other
         self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
 
-    # The worker
-
-    def bind(self, worker: Worker, new: bool = False) -> None:
-        """Act for this worker from now on. Raises MeshError if the module was made on another worker."""
-        if not new and (worker.index != self.context.index or worker.mesh != self.context.mesh):
-            raise MeshError.at(
-                f"a module of {WHERE}",
-                got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
-                need=f"{self.context.mesh.describe(self.context.index)} of {self.context.mesh}, where it was made",
-                mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
-            )
-        if new or self.context.worker is not worker:
-            self.context = context_of(worker)
-
-    @contextmanager
-    def _acting(self) -> Iterator[Worker]:
-        """The worker, set as the current one; threads of torch run parts of backward."""
-        worker = self.context.acting_worker()
-        with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
-            yield worker
+    def _bound_elsewhere(self, worker: Worker) -> MeshError:
+        own = self.context
+        return MeshError.at(
+            f"a module of {WHERE}",
+            got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+            need=f"{own.mesh.describe(own.index)} of {own.mesh}, where it was made",
+            mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
+        )
 
     # Forward
 
@@ -282,27 +260,13 @@ class GradientSync:
 
         def entered(_: Any) -> None:
             if self.syncing:
-                self._begin()
+                self.follow_backward()
 
         for x in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(entered)
 
     # Backward
-
-    def _begin(self) -> None:
-        """Register a callback at the end of the backward that runs."""
-        if self.token is not None and self.token() is not None:
-            return
-        token, reference = _Token(), weakref.ref(self)
-
-        def raised(_: Any) -> None:
-            sync = reference()
-            if sync is not None:
-                sync._abort()
-
-        self.token = weakref.ref(token, raised)
-        _engine.queue_callback(partial(self._end, token))
 
     def _before_accumulate(self, g: ParameterGradient) -> None:
         """A gradient is about to be added to `.grad`."""
@@ -320,7 +284,7 @@ class GradientSync:
             if not g.unsynced:
                 g.begin_unsynced()
             return
-        self._begin()
+        self.follow_backward()
         if g.arrived:
             if g.bucket.handle is None:
                 return
@@ -349,7 +313,7 @@ class GradientSync:
         self.order.append(g.index)
         g.bucket.missing -= 1
         if self.overlap and self._full():
-            with self._acting() as worker:
+            with self.acting() as worker:
                 while self._full():
                     self._send(worker)
 
@@ -411,12 +375,12 @@ class GradientSync:
         x = torch.zeros_like(local_data(like).detach()) if x is None else local_data(x)
         return block_of(x, worker, WHERE)[0]
 
-    def _end(self, token: _Token) -> None:
+    def _end(self, token: Token) -> None:
         """Finish the sums at the end of a backward."""
         try:
             if self.begun:
                 order = self.order
-                with self._acting() as worker, torch.no_grad(), uneven_calls(worker, self.uneven):
+                with self.acting() as worker, torch.no_grad(), uneven_calls(worker, self.uneven):
                     self.sum_unsynced()
                     if not self.order_agreed:
                         self._agree_order(worker, order)
@@ -427,14 +391,14 @@ class GradientSync:
 
     def sum_unsynced(self) -> None:
         """Finish the sums, also of what backward under `no_sync` has left in `.grad`."""
-        with self._acting() as worker, torch.no_grad():
+        with self.acting() as worker, torch.no_grad():
             self._finish()
             if self.buffers:
                 copy_first(worker, self.axes, self.buffers, "buffers")
 
     def _finish(self) -> None:
         """Send the remaining buckets, wait for all sums, and store them in `.grad`."""
-        with self._acting() as worker, torch.no_grad():
+        with self.acting() as worker, torch.no_grad():
             for g in self.gradients:
                 if g.unsynced and not g.arrived:
                     g.check_grad()

@@ -6,12 +6,12 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from spmd.bridge.torch.backward_end import FollowsBackward, Token
 from spmd.bridge.torch.module_broadcast import copy_first
 from spmd.bridge.torch.partitioned.tensor import joined_blocks
 from spmd.bridge.torch.replicas import to_be_declared
@@ -30,14 +30,13 @@ from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT
 from spmd.bridge.torch.unsummed import take_down
-from spmd.bridge.torch.worker_context import WorkerContext, assigned, context_of
+from spmd.bridge.torch.worker_context import assigned
 from spmd.errors import DifferentiationError, MeshError
-from spmd.mesh import WORKER, Worker
+from spmd.mesh import Worker
 from spmd.state import state_of
 
 __all__ = ["Options", "Sharding"]
 
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
@@ -49,12 +48,6 @@ class Options(NamedTuple):
     reduction: str
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-
-
-class _Token:
-    """Lives as long as a backward: its final callback holds it, and torch drops both if backward raises."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Order:
@@ -93,19 +86,18 @@ class Order:
         return self.last[self.place + 1 : self.place + 1 + count] if self.place >= 0 else []
 
 
-class Sharding:
+class Sharding(FollowsBackward):
     """The units of one worker's module.
 
-    context: of the worker, for which threads of torch act. state: of the wholes. undeclared: by name, parameters that
-    differ along other axes. wholes: by unit, those that are there or under way, the one used last at the end. storages:
-    by number, the unit and the parameter whose whole lies there. pending: the call whose gradients are being summed.
-    token: of the backward that runs.
+    state: of the wholes. undeclared: by name, parameters that differ along other axes. wholes: by unit, those that are
+    there or under way, the one used last at the end. storages: by number, the unit and the parameter whose whole lies
+    there. pending: the call whose gradients are being summed.
     """
 
     def __init__(self, worker: Worker, axes: tuple[str, ...], options: Options):
         self.axes = axes
         self.state = state_of(axes)
-        self.context: WorkerContext = context_of(worker)
+        self.bind(worker, new=True)
         self.mean: bool = options.reduction == "mean"
         self.prefetch: int = options.prefetch
         self.reshard: bool = options.reshard_after_forward
@@ -130,7 +122,7 @@ class Sharding:
         self.wholes: dict[Unit, Wholes] = {}
         self.storages: dict[int, tuple[Unit, int]] = {}
         self.pending: Call | None = None
-        self.token: weakref.ref[_Token] | None = None
+        self.token = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
         """That of a copy of the module, whose parameters are copies of these."""
@@ -144,27 +136,14 @@ class Sharding:
         copied._register()
         return copied
 
-    # The worker
-
-    def bind(self, worker: Worker) -> None:
-        """Act for this worker from now on. Raises MeshError if the module was sharded on another one."""
+    def _bound_elsewhere(self, worker: Worker) -> MeshError:
         own = self.context
-        if worker.index != own.index or worker.mesh != own.mesh:
-            raise MeshError.at(
-                f"a module of {WHERE}",
-                got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
-                need=f"{own.mesh.describe(own.index)} of {own.mesh}, which has its blocks",
-                mend="make the module and shard it in this map; spt.state_dict carries its values over",
-            )
-        if own.worker is not worker:
-            self.context = context_of(worker)
-
-    @contextmanager
-    def acting(self) -> Iterator[Worker]:
-        """The worker, set as the current one; threads of torch run parts of backward."""
-        worker = self.context.acting_worker()
-        with nullcontext() if WORKER.get() is worker else assigned(WORKER, worker):
-            yield worker
+        return MeshError.at(
+            f"a module of {WHERE}",
+            got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+            need=f"{own.mesh.describe(own.index)} of {own.mesh}, which has its blocks",
+            mend="make the module and shard it in this map; spt.state_dict carries its values over",
+        )
 
     # Dtypes
 
@@ -294,20 +273,11 @@ class Sharding:
 
     def begin_backward(self) -> None:
         """Register a callback at the end of the backward that runs."""
-        if self.token is not None and self.token() is not None:
+        if not self.follow_backward():
             return
-        token, reference = _Token(), weakref.ref(self)
-
-        def raised(_: Any) -> None:
-            sharding = reference()
-            if sharding is not None:
-                sharding._abort()
-
-        self.token = weakref.ref(token, raised)
         if not self.backward_order.last:
             self.backward_order.last = self.forward_order.last[::-1]
         self.backward_order.begin()
-        _engine.queue_callback(partial(self._end, token))
 
     def _abort(self) -> None:
         """Forget a backward that raised."""
@@ -316,7 +286,7 @@ class Sharding:
         self.backward_order.begin()
         self._drop()
 
-    def _end(self, token: _Token) -> None:
+    def _end(self, token: Token) -> None:
         """The end of a backward."""
         try:
             with self.acting() as worker, torch.no_grad():
