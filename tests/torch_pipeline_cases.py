@@ -12,7 +12,7 @@ from torch import nn
 import spmd
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.bridge.torch.uneven_calls import uneven_calls
+from spmd.operators.partial_comm import whole_comm
 
 STEPS = 10
 
@@ -198,7 +198,7 @@ def trained(case: Case, **options: Any) -> tuple[list[dict[str, Any]], list[int]
             optimizer.step()
         found: dict[str, Any] = {"losses": losses}
         for k, stage in step.modules_by_stage.items():
-            with uneven_calls(here()):
+            with whole_comm(here().comm).uncounted():
                 found |= of_stage(k, stage, optimizer)
         kept[here().index] = step.most
         results[here().index] = found

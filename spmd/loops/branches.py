@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -23,7 +23,7 @@ from spmd.loops.recording import current, is_recorded
 from spmd.loops.steps import Step, array_leaf, carry_leaves, check_function, state_of_leaf, where_of
 from spmd.mesh import WORKER, Worker
 from spmd.operators.apply import splice_apart
-from spmd.operators.partial_comm import PartialComm, whole_comm
+from spmd.operators.partial_comm import refusing_along
 from spmd.operators.varying import vary
 from spmd.state import State, state_of
 from spmd.tracebacks import api_boundary
@@ -201,8 +201,7 @@ def _varied(x: Any, state: State, worker: Worker | None) -> Any:
     return vary(x, state | x.state) if type(x) is Array else x
 
 
-@contextmanager
-def _apart(worker: Worker | None, pred: Any) -> Iterator[None]:
+def _apart(worker: Worker | None, pred: Any) -> AbstractContextManager[None]:
     """Within the block collectives along the axes of pred raise: not all workers are here."""
     assert worker is not None
     names = sorted((state_of_leaf(pred) or state_of(())).varying)
@@ -215,14 +214,7 @@ def _apart(worker: Worker | None, pred: Any) -> Iterator[None]:
             mend=f"call it before spmd.cond; or make pred Invariant, spmd.pmax(pred, {one_or_all(names)})",
         )
 
-    comm = whole_comm(worker.comm)
-    before, number = (worker.comm, worker.prepared), comm.number
-    worker.comm, worker.prepared = PartialComm(worker.comm, tuple(names), refused), {}  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        worker.comm, worker.prepared = before
-        comm.number = number  # workers that did not run the function made no calls
+    return refusing_along(worker, tuple(names), refused)
 
 
 def _run_apart(where: str, taken: Callable, leaves: list[Any]) -> tuple[list[Any], Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -265,18 +266,27 @@ _MOVE = Primitive(
 
 
 def _pull_apart(g: Any, _ans: Any, op: Collective, x: Any, y: Any) -> Any:
-    worker, pairs = here(f"spmd.{op.function}"), [(tape, Tape(tape.once)) for tape in ACTIVE.get()]
-    comm = whole_comm(worker.comm)
-    number = comm.number
-    with redirected(pairs):
-        found = op.pull(g, x, y)
-    comm.number = number
-    for tape, side in pairs:
-        splice_apart(tape, side)
-    return found
+    with recorded_apart(here(f"spmd.{op.function}")):
+        return op.pull(g, x, y)
 
 
 _APART = Primitive(None, "collective", rules=(_pull_apart,))
+
+
+@contextmanager
+def recorded_apart(worker: Worker) -> Iterator[list[tuple[Tape, Tape]]]:
+    """Inside, a part of a body runs that some workers do not run. Gives the tapes, and those that record it
+    meanwhile."""
+    pairs = [(tape, Tape(tape.once)) for tape in ACTIVE.get()]
+    with whole_comm(worker.comm).uncounted(), redirected(pairs):
+        yield pairs
+    for tape, side in pairs:
+        splice_apart(tape, side)
+
+
+def axes_of_collectives(tape: Tape) -> set[str]:
+    """The axes of the operators that a tape has recorded."""
+    return {name for node in tape.nodes if node.prim in (_MOVE, _APART) for name in node.args[1].axes}
 
 
 def splice_apart(tape: Tape, side: Tape) -> None:

@@ -235,14 +235,12 @@ class RootCall:
 
     def _run_alone(self, fn: Callable, xs: list) -> list:
         """fn(*xs), whose collectives the others do not make, and so are not numbered."""
-        comm = whole_comm(self.worker.comm)
-        token, number = WORKER.set(LoneWorker(self.worker, self.axes, partial(_refused, self.function))), comm.number
+        token = WORKER.set(LoneWorker(self.worker, self.axes, partial(_refused, self.function)))
         try:
-            with refusing(0, partial(_closure, self.function)):
+            with whole_comm(self.worker.comm).uncounted(), refusing(0, partial(_closure, self.function)):
                 return list(fn(*xs))
         finally:
             WORKER.reset(token)
-            comm.number = number
 
     def report(self, report: dict[str, Any]) -> None:
         """Send a report from the root to all others."""

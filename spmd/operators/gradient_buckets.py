@@ -18,6 +18,7 @@ from spmd.device import contiguous
 from spmd.errors import caller
 from spmd.mesh import Worker
 from spmd.operators.memo import bounded
+from spmd.operators.partial_comm import whole_comm
 from spmd.transport.base import Comm
 from spmd.transport.call import GRADIENTS, LEDGERS, Call, Group, Origin, Place, Shape, place_of
 from spmd.transport.handles import Done, Handle
@@ -56,10 +57,8 @@ class _Bucket:
 
 def _start_sums(comm: Comm, group: Group, call: Call, blocks: list[Any]) -> Handle:
     spare = [type(b) is np.ndarray and is_sole_owner(sys.getrefcount(b) - 1, b) for b in blocks]
-    number = comm.number
-    handle = comm.all_reduce_many(group, call, blocks, spare)
-    comm.number = number  # workers with larger blocks of parameters send more buckets
-    return handle
+    with whole_comm(comm).uncounted():  # workers with larger blocks of parameters send more buckets
+        return comm.all_reduce_many(group, call, blocks, spare)
 
 
 def _wait(handle: Handle) -> Any:

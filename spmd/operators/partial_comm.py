@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from spmd.transport.call import Call, Group
 from spmd.transport.handles import Handle
 from spmd.transport.plan import Plan
 
-__all__ = ["PartialComm", "whole_comm"]
+__all__ = ["PartialComm", "refusing_along", "whole_comm"]
 
 
 class PartialComm:
@@ -46,6 +47,19 @@ class PartialComm:
         along = [a for a in self.axes if a in group.axes]
         if along and group.size > 1:
             raise self.refuse(along[0], call)
+
+
+@contextmanager
+def refusing_along(worker: Any, axes: tuple[str, ...], refuse: Callable[[str, Call], Exception]) -> Iterator[None]:
+    """Inside, collectives of a worker along these axes are refused, and the others are uncounted: not all workers are
+    here."""
+    before = worker.comm, worker.prepared
+    worker.comm, worker.prepared = PartialComm(worker.comm, axes, refuse), {}
+    try:
+        with whole_comm(before[0]).uncounted():
+            yield
+    finally:
+        worker.comm, worker.prepared = before
 
 
 def whole_comm(comm: Any) -> Any:

@@ -11,8 +11,8 @@ same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -49,12 +49,28 @@ class Comm(ABC):
     number: int = 0
     """The number of collectives so far. Members of a group compare it, which detects workers that use two groups in
     another order, although each rendezvous by itself looks right."""
+    in_order: bool = True
+    """Whether all workers count the collectives that this worker makes now: see `uncounted`."""
     use: Use | None = None
     """The collective that this worker is in, while it is observed."""
     called_at: Place | None = None
     """Then the line that runs the body."""
     waited: float = 0.0
     """The seconds in which it has waited for others, inside `timed`."""
+
+    @contextmanager
+    def uncounted(self, some: bool = True) -> Iterator[None]:
+        """Inside, a worker makes collectives that others, of other groups, do not make. Afterwards all have counted the
+        same. some: whether it is so; else nothing is changed."""
+        if not some:
+            yield
+            return
+        before = self.number, self.in_order
+        self.in_order = False
+        try:
+            yield
+        finally:
+            self.number, self.in_order = before
 
     def from_one_line(self, frame: FrameType) -> None:  # noqa: B027 (one process has nothing to compare)
         """All members run from one line of the user's program, which stands above `frame`: processes compare it with

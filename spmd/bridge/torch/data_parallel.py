@@ -20,9 +20,9 @@ from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.gradient_sync import GradientSync
 from spmd.bridge.torch.module_broadcast import WHERE, check_initialized
 from spmd.bridge.torch.stale_optimizers import watch_steps
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.errors import MeshError, StateError, message
 from spmd.mesh import WORKER, Worker, here
+from spmd.operators.partial_comm import whole_comm
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
@@ -150,7 +150,7 @@ class DataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.init = init
         self.overlap = overlap
-        with uneven_calls(worker, bool(self.varying)):
+        with whole_comm(worker.comm).uncounted(bool(self.varying)):
             self._sync: GradientSync | None = GradientSync(self, worker)
             self._sync.equalize(worker, verify=init == "verify")
         watch_steps()

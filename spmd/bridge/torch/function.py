@@ -27,6 +27,7 @@ from spmd.mesh import WORKER
 from spmd.operators.apply import launch
 from spmd.operators.base import Collective, Operator
 from spmd.operators.memo import interned
+from spmd.operators.partial_comm import whole_comm
 from spmd.operators.sums import Sum, Vary
 
 __all__ = ["CollectiveCall", "Function", "GraphCalls", "apply", "recorded_calls", "sized_in_graph", "use_graph_calls"]
@@ -97,15 +98,20 @@ class CollectiveCall:
     key: in `varied_copies`, of the parameter that this call varies.
     leaf_added: whether backward ends here, because only other workers' tensors are differentiated.
     scalar_term: whether this call varies a scalar that meets Varying tensors.
+    counted: whether workers of other groups make this call too, and those of its derivatives.
     """
 
-    __slots__ = ("call_site", "context", "finish", "key", "leaf_added", "needs_grad", "op", "result", "scalar_term")
+    __slots__ = (
+        *("call_site", "context", "counted", "finish", "key", "leaf_added", "needs_grad", "op", "result"),
+        "scalar_term",
+    )
 
     def __init__(self, op: Collective, context: WorkerContext, frame: Any = None):
         user = caller(frame or sys._getframe(1))
         self.call_site = None if user is None else CallSite(user)
         self.op: Any = op
         self.context = context
+        self.counted = context.worker is None or whole_comm(context.worker.comm).in_order
         self.needs_grad = [False]
         self.result: torch.Tensor | None = None
         self.finish: Callable[[], Any] | None = None
@@ -119,7 +125,9 @@ class CollectiveCall:
 
     def apply(self, op: Any, x: torch.Tensor) -> torch.Tensor:
         """Apply another operator, from the same line."""
-        return apply(op, x, self.context, self.call_site)
+        comm = whole_comm(self.context.acting_worker().comm)
+        with comm.uncounted(comm.in_order and not self.counted):
+            return apply(op, x, self.context, self.call_site)
 
     def start(self, x: torch.Tensor) -> None:
         """Start the collective on the data of x."""

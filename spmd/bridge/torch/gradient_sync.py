@@ -33,12 +33,12 @@ from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
 from spmd.bridge.torch.split_gradients import finish_earlier, start_reduce_scatter, store_part
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
 from spmd.mesh import Worker
 from spmd.operators.at_root import root_axes
+from spmd.operators.partial_comm import whole_comm
 from spmd.state import State, state_of
 from spmd.transport.call import LEDGERS
 from spmd.transport.observing import origin_of
@@ -213,6 +213,11 @@ class GradientSync(FollowsBackward):
             mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
         )
 
+    @contextmanager
+    def acting(self) -> Iterator[Worker]:
+        with super().acting() as worker, whole_comm(worker.comm).uncounted(self.uneven):
+            yield worker
+
     # Forward
 
     @contextmanager
@@ -380,7 +385,7 @@ class GradientSync(FollowsBackward):
         try:
             if self.begun:
                 order = self.order
-                with self.acting() as worker, torch.no_grad(), uneven_calls(worker, self.uneven):
+                with self.acting() as worker, torch.no_grad():
                     self.sum_unsynced()
                     if not self.order_agreed:
                         self._agree_order(worker, order)

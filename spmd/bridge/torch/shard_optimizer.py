@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from spmd.bridge.torch.module_broadcast import any_worker, broadcast_first
 from spmd.bridge.torch.shards import Shard, gather_parts
 from spmd.bridge.torch.tensor_state import gradient_sync_of, is_partitioned, local_data, state_of_tensor
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.unsummed import check_summed
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError, describe, message
 from spmd.mesh import Worker, here
+from spmd.operators.partial_comm import whole_comm
 from spmd.tracebacks import api_boundary
 
 __all__ = ["ShardedOptimizer", "shard_optimizer"]
@@ -152,7 +152,7 @@ class ShardedOptimizer(Optimizer):
             for shard, part in stepped:
                 if not shard.is_split and part.dtype is not shard.p.dtype:
                     local_data(shard.p).copy_(part)
-            with uneven_calls(worker, worker.group(self._shard_axes).size < worker.mesh.size):
+            with whole_comm(worker.comm).uncounted(worker.group(self._shard_axes).size < worker.mesh.size):
                 gather_parts(worker, self._shard_axes, [each for each in stepped if each[0].is_split])
         return loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,13 @@ from spmd.transport.plan import Forward, Plan
 
 __all__ = ["Exchange", "from_last"]
 
-_FAR = 1 << 24
-"""The numbers of collectives among the workers of one stage begin so far behind those of transfers."""
-
 
 class Exchange:
     """The transfers of one run of a schedule, on one worker.
 
     All workers count all transfers as collectives, in the global order of the schedule, whether they take part or not.
     So each transfer has one number everywhere, in whatever order a worker comes to it. Collectives among the workers of
-    one stage have numbers far behind, while the run lasts.
+    one stage are uncounted, while the run lasts: inside `with exchange`.
     """
 
     def __init__(self, schedule: Schedule, worker: Worker, group: Group):
@@ -33,7 +31,15 @@ class Exchange:
         self.first = self.comm.number
         self.numbers = {transfer: k for k, transfer in enumerate(schedule.transfers)}
         self.frame = caller(sys._getframe(1))
-        self.comm.number = self.first + _FAR
+        self._counting = ExitStack()
+
+    def __enter__(self) -> Exchange:
+        self._counting.enter_context(self.comm.uncounted())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._counting.close()
+        self.comm.number += len(self.numbers)
 
     def send(self, transfer: Transfer, message: np.ndarray) -> None:
         """Send what a transfer carries, without waiting for it to be taken."""
@@ -50,19 +56,9 @@ class Exchange:
         axes = self.group.axes
         call = Call("pipeline", axes, plan.dtype, plan.shape, detail=detail, same_shape=None, frame=self.frame)
         call.operator, call.host = "Move", True
-        inner, self.comm.number = self.comm.number, self.first + self.numbers[transfer]
-        try:
+        with self.comm.uncounted():
+            self.comm.number = self.first + self.numbers[transfer]
             return self.comm.run(plan, call, message).wait()[0]
-        finally:
-            self.comm.number = inner
-
-    def among_stages(self) -> None:
-        """Number what follows as collectives among the workers of one stage, until the end."""
-        self.comm.number = max(self.comm.number, self.first + _FAR)
-
-    def finish(self) -> None:
-        """Count all transfers, and nothing else: as on all other workers."""
-        self.comm.number = self.first + len(self.numbers)
 
 
 def from_last(worker: Worker, group: Group, message: np.ndarray | None, frame: Any) -> np.ndarray:

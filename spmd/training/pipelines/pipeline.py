@@ -148,15 +148,13 @@ class _Step:
 
     def run(self) -> None:
         """Run the actions of this worker; add up gradients over the axes of the batch."""
-        exchange = Exchange(self.schedule, self.worker, self.group)
-        execution = Execution(self.schedule, self.group.index, self.stages, exchange)
-        execution.run(not self.stages.learns)
-        if self.stages.learns:
-            exchange.among_stages()
-            self.stages.reduce(
-                {s: [self._missing(leaf) for leaf in tree.flatten(self.params[s])[0]] for s in self.stages.params}
-            )
-        exchange.finish()
+        with Exchange(self.schedule, self.worker, self.group) as exchange:
+            execution = Execution(self.schedule, self.group.index, self.stages, exchange)
+            execution.run(not self.stages.learns)
+            if self.stages.learns:
+                self.stages.reduce(
+                    {s: [self._missing(leaf) for leaf in tree.flatten(self.params[s])[0]] for s in self.stages.params}
+                )
         self.pipeline.most[self.worker.index] = execution.most
 
     def _missing(self, leaf: Any) -> tuple[str, ...]:

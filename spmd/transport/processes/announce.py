@@ -167,7 +167,7 @@ class HeaderComm(Comm):
         if calls is None:
             return None
         self.number += 1
-        return groups.begin(group, call, calls, self.number, self.line)
+        return groups.begin(self, group, call, calls)
 
     def agree(self, group: Group, call: Call, channel: Channel, name: int) -> None:
         """Raise MismatchError, on all members, if a received header names another call than this process's."""

@@ -88,9 +88,9 @@ class GlooLink(Link):
         self.next = np.zeros_like(self.incoming)
         self.posted = self._post_receive()
 
-    def prepare(self, number: int) -> None:
+    def prepare(self, name: int) -> None:
         while len(self.sending) >= _PACKETS_MAX:
-            self.transport.groups.finish(number)  # the other side may wait for us in the same way
+            self.transport.groups.finish(name)  # the other side may wait for us in the same way
             posted, packet, place = self.sending.popleft()
             transport = self.transport
             transport.arrive(posted, transport.last_call, packet, (transport.ranks[self.peer],), place)

@@ -54,7 +54,7 @@ class Link(ABC):
     """The messages between this process and one other member of a channel.
 
     peer: the place of that member in the channel. outgoing, incoming: the memory of packets; outgoing_bytes,
-    incoming_bytes: as bytes. early: what came of collectives whose turn has not come, by their number. unread: whether
+    incoming_bytes: as bytes. early: what came of collectives whose turn has not come, by their names. unread: whether
     a packet has come at which nobody has looked. place: that of the collective that sends, on the status board.
     awaited: the requests for the next packet, where it is being received.
     """
@@ -96,7 +96,7 @@ class Link(ABC):
         """Send a packet. data: None where they are to follow the packet, whatever their length. place: where they lie
         in shared memory, as `offer` gives it. The result says whether head and data are in it. What is not has to
         follow, the head first."""
-        self.prepare(number)
+        self.prepare(name)
         length = len(head)
         has_head = length <= ROOM
         inline = data if data is not None and length + nbytes <= ROOM else None
@@ -151,8 +151,8 @@ class Link(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def prepare(self, number: int) -> None:
-        """See to it that the memory of the outgoing packet may be written to, for the collective of this number."""
+    def prepare(self, name: int) -> None:
+        """See to it that the memory of the outgoing packet may be written to, for the collective of this name."""
 
     @abstractmethod
     def post(self, nbytes: int) -> None:

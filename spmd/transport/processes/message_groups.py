@@ -14,9 +14,16 @@ from typing import Any
 from spmd.errors import MismatchError
 from spmd.transport.algorithms.choice import members_per_host
 from spmd.transport.call import Call, Group, Pair, Shape, Side, mismatch
-from spmd.transport.processes.announce import ProcessGroup
+from spmd.transport.processes.announce import HeaderComm, ProcessGroup
 from spmd.transport.processes.headers import digest
-from spmd.transport.processes.history import CALLS_KEPT, CallsOfGroup, History, first_difference, share_of_zero
+from spmd.transport.processes.history import (
+    CallsOfGroup,
+    History,
+    first_difference,
+    is_recent,
+    share_of_zero,
+    unordered,
+)
 from spmd.transport.processes.links import Link
 from spmd.transport.processes.mailbox import MEMBERS_MAX
 from spmd.transport.processes.running import Running
@@ -36,8 +43,8 @@ _NUMBER = (1 << 32) - 1
 class MessageGroups:
     """The groups that meet by messages, and the links with their members.
 
-    under_way: the collectives that have been started, by number. hosts: the host of each worker, once they have met.
-    history: the last collectives by messages.
+    under_way: the collectives that have been started, in order, by name. hosts: the host of each worker, once they have
+    met. history: the last collectives by messages.
     """
 
     def __init__(self, transport: ProcessGroup):
@@ -114,12 +121,14 @@ class MessageGroups:
         """A number that grows with each map, and with each that fails: numbers of collectives begin anew then."""
         return self.transport.runs + self.transport.failed
 
-    def begin(self, group: Group, call: Call, calls: CallsOfGroup, number: int, line: int) -> Running:
-        """The collective of this number in the map. line: as `call_name` takes it."""
+    def begin(self, comm: HeaderComm, group: Group, call: Call, calls: CallsOfGroup) -> Running:
+        """The next collective of a worker, which has counted it."""
         transport = self.transport
         transport.raise_earlier_failure()
-        number += self._epoch << 32
-        calls.add(self.history.add(number, calls.number, call, line), number)
+        number = comm.number + (self._epoch << 32)
+        if not comm.in_order or (type(group) is Pair and group.stream):
+            number = unordered(number)
+        calls.add(self.history.add(number, calls, call, comm.line), number)
         if transport.status_board is not None:
             transport.status_board.enter(calls.count, call)
         transport.last_call = call
@@ -148,7 +157,7 @@ class MessageGroups:
         transport = self.transport
         requests = link.awaited = link.awaited or link.receive()
         if not transport.complete_soon(requests):
-            if self.finish(run.number):
+            if self.finish(run.name):
                 return False
             self._awaited, self._seen = run.calls, {}
             try:
@@ -159,15 +168,17 @@ class MessageGroups:
         return True
 
     def finish(self, before: int | None = None) -> bool:
-        """Wait for collectives that have been started, those before a number. The result says whether there were any.
+        """Wait for collectives that have been started, those before the one of a name. The result says whether there
+        were any.
 
         Others may wait for messages of this process in them: workers wait in orders of their own for what they have
         started.
         """
         found = False
-        for number in sorted(self.under_way):
-            run = self.under_way.get(number)
-            if run is not None and (before is None or number < before):
+        for name, run in [*self.under_way.items()]:
+            if name == before:
+                break
+            if name in self.under_way:
                 run.wait()
                 found = True
         return found
@@ -237,22 +248,21 @@ class MessageGroups:
         share: sends a small JSON value to all, and returns those of all.
         """
         me, epoch = self.transport.local[0], self._epoch
-        entries = [e for e in self.history.entries if e.number >> 32 == epoch]
-        called = [dict(map(tuple, pairs)) for pairs in share([[e.number, [e.group, e.digest]] for e in entries])]
-        # Of a process that has made more collectives, earlier ones are not known.
-        oldest = [min(pairs) if len(pairs) == CALLS_KEPT else 0 for pairs in called]
+        entries = [e for e in self.history.entries if e.number >> 32 & _NUMBER >> 1 == epoch]
+        shared = share([e[:4] for e in entries])
+        called = [{(group, place): [number, name] for number, group, place, name in theirs} for theirs in shared]
         members = {calls.number: calls.members for calls in (*self.calls.values(), *self.pairs.values())}
         own = [
-            [e.number, me, worker]
+            [e.number, *e.key, me, worker]
             for e in entries
             for worker in members[e.group]
-            if e.number >= oldest[worker] and called[worker].get(e.number) != [e.group, e.digest]
+            if called[worker].get(e.key) != [e.number, e.digest] and is_recent(e, shared[worker])
         ]
         found = [first for first in share(min(own, default=None)) if first is not None]
         if not found:
             return self._mismatch_at_the_end()
-        number, *workers = min(found)
-        text = self.history.side(number).packed(1 << 12).decode() if me in workers else ""
+        number, group, place, *workers = min(found)
+        text = self.history.side(group, place, number).packed(1 << 12).decode() if me in workers else ""
         texts = share(text)
         return self._mismatch({w: Side.unpacked("", texts[w].encode()) for w in workers})
 

@@ -102,9 +102,9 @@ class MpiLink(Link):
         self.long = self.comm.Send_init([memory, MPI.BYTE], self.peer, _PACKET_TAG)
         self.sending: MPI.Request = self.short
 
-    def prepare(self, number: int) -> None:
+    def prepare(self, name: int) -> None:
         if self.sent % _PACKETS_AHEAD == _PACKETS_AHEAD - 1 and not self.confirmed.Test():
-            self.groups.finish(number)  # the other side may wait for us in the same way
+            self.groups.finish(name)  # the other side may wait for us in the same way
             transport = self.groups.transport
             waits_for = (transport.ranks[self.peer],)
             transport.arrive([self.confirmed], transport.last_call, None, waits_for, self.confirmed_place)

@@ -49,7 +49,7 @@ def _begin(comm: HeaderComm, call: Call, plan: Plan) -> Running | None:
     if calls is None:
         return None
     comm.number += 1
-    return groups.begin(plan.group, call, calls, comm.number, comm.line)
+    return groups.begin(comm, plan.group, call, calls)
 
 
 class RepeatedReduction:

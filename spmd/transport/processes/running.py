@@ -18,7 +18,7 @@ from spmd.transport.call import Call, Group, Pair
 from spmd.transport.handles import Done, Handle
 from spmd.transport.processes.announce import ProcessGroup
 from spmd.transport.processes.channel import bytes_of
-from spmd.transport.processes.history import CallsOfGroup
+from spmd.transport.processes.history import CallsOfGroup, is_in_order
 from spmd.transport.processes.links import ROOM, Link, Parcel
 
 __all__ = ["Arrived", "Running", "Steps"]
@@ -53,7 +53,8 @@ class Arrived:
 class Running:
     """The messages of one collective.
 
-    number: that of the collective; name: the digest of the calls of its group, this one included. place: that of its
+    number: that of the collective in the map; name: the digest of the calls of its group, this one included, by which
+    messages of this collective are told from those of others. place: that of its
     rendezvous on the status board, the number of the group and its count. needs_grad: whether
     the block of any member that was heard of is differentiated. sending, receiving: requests under way; kept: their
     buffers.
@@ -79,7 +80,7 @@ class Running:
     def start(self, steps: Steps) -> Handle:
         """Send the messages of the first round. The handle waits for the rest."""
         self.steps = steps
-        self.groups.under_way[self.number] = self
+        self.groups.under_way[self.name] = self
         self._go_on()
         return Done(self.value) if self.steps is None else self
 
@@ -102,7 +103,7 @@ class Running:
         for requests in self.sending:
             self.transport.arrive(requests, self.call, self.kept)
         self.sending = []
-        self.groups.under_way.pop(self.number, None)
+        self.groups.under_way.pop(self.name, None)
         self.steps = None
         self.kept.clear()
         if self.call.needs_grad is not None:
@@ -153,16 +154,12 @@ class Running:
                 continue
             link.unread = False
             parcel = link.parcel()
-            if parcel.number == self.number:
-                if parcel.name != self.name:
-                    raise self._mismatch(member)
+            if parcel.name == self.name:
                 arrived = self._follow(link, parcel, allocate)
             else:
-                if parcel.number < self.number and parcel.number not in self.groups.under_way and not self._in_a_stream:
+                if self._never_made(parcel):
                     raise self._mismatch(member)
-                link.early.setdefault(parcel.number, []).append(self._follow(link, parcel, None))
-        if arrived.parcel.name != self.name:
-            raise self._mismatch(member)
+                link.early.setdefault(parcel.name, []).append(self._follow(link, parcel, None))
         if arrived.requests:
             self.receiving.append(arrived.requests)
         if allocate is not None and arrived.parcel.data is None and not arrived.placed:
@@ -170,10 +167,10 @@ class Running:
         self.needs_grad = self.needs_grad or arrived.parcel.needs_grad
         return arrived
 
-    @property
-    def _in_a_stream(self) -> bool:
-        """Whether messages of other streams may come before, although they are taken later."""
-        return type(self.group) is Pair and bool(self.group.stream)
+    def _never_made(self, parcel: Parcel) -> bool:
+        """Whether this process will make no collective to which a message of another one belongs: its turn is over."""
+        both = is_in_order(parcel.number) and is_in_order(self.number)
+        return both and parcel.number <= self.number and parcel.name not in self.groups.under_way
 
     def _to_device(self, arrived: Arrived, place: Any) -> None:
         """Data that came before their turn are on the host; those for a device go there."""
@@ -194,12 +191,12 @@ class Running:
 
     def _early(self, link: Link) -> Arrived | None:
         """A message of this collective that has come before."""
-        messages = link.early.get(self.number)
+        messages = link.early.get(self.name)
         if messages is None:
             return None
         arrived = messages.pop(0)
         if not messages:
-            del link.early[self.number]
+            del link.early[self.name]
         return arrived
 
     def _follow(self, link: Link, parcel: Parcel, allocate: Callable[[Parcel], Any] | None) -> Arrived:

@@ -61,6 +61,23 @@ def test_gradients_of_inputs_and_dtypes():
     assert torch.equal(counts, torch.arange(3))
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_f_may_use_collectives_along_other_axes(check):
+    """Its backward makes theirs, which workers that have not run f do not count."""
+    x = torch.randn(5)
+
+    def body(x):
+        x = x.detach().requires_grad_()
+        f = lambda a: (spt.all_gather(a, "y", tiled=True) ** 3).sum()
+        y = spt.remote(f, at=1, axis_name="x")(spt.keep(x, "x", 1)).result()
+        spt.psum(spt.replicate(y, "x", 1), "y").backward()
+        return x.grad.clone()
+
+    mesh = spmd.Mesh(x=2, y=3, transport="local")
+    grad = spt.map(body, in_specs=P("y"), out_specs=P("y"), mesh=mesh, check=check)(x)
+    assert torch.allclose(grad, 9 * x**2)
+
+
 def test_errors_are_raised_where_the_result_is_asked_for():
     def body(x):
         future = spt.remote(lambda a: {}["no such entry"], at=1)(x)

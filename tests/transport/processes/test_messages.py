@@ -270,3 +270,11 @@ def test_calls_of_which_no_partner_hears_are_compared_at_the_end_of_the_map(pyth
     program = tmp_path / "silent.py"
     program.write_text(SILENT)
     assert by_messages(str(program), python=python).count("told") == 12
+
+
+@each_engine
+def test_collectives_that_only_some_workers_make_are_not_taken_for_others(python):
+    """At a root, in stages, and sums of gradients that go on meanwhile: their numbers come again."""
+    ended = launch(PROGRAMS / "uncounted.py", python=python, timeout=120)
+    assert ended.returncode == 0, str(ended)
+    assert "all are as they should be" in ended.stdout

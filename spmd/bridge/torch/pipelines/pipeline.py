@@ -23,11 +23,11 @@ from spmd.bridge.torch.rng import random_word, worker_generator
 from spmd.bridge.torch.sharded import norm_of_gradients, over_workers
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import plain, state_of_tensor
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import SpecError, StateError, describe, message
 from spmd.mesh import Worker, here
 from spmd.operators.at_root import LoneWorker
+from spmd.operators.partial_comm import whole_comm
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 from spmd.tracebacks import api_boundary
@@ -167,7 +167,7 @@ class Pipeline(nn.Module):
     def state_of_stages(self, state_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
         """The states of all stages on every worker, for `spt.state_dict`. state_of: gives that of a stage."""
         worker = here(WHERE)
-        with uneven_calls(worker):
+        with whole_comm(worker.comm).uncounted():
             own = {k: state_of(stage) for k, stage in self.modules_by_stage.items()}
         return state_of_stages(own, self.schedule, self.axis_name, worker, device_of(worker))
 
@@ -176,7 +176,7 @@ class Pipeline(nn.Module):
         worker = here(WHERE)
         copies = {id(copy) for tie in self.ties for copy in tie.copies}
         own = [parameter for parameter in self.parameters() if id(parameter) not in copies]
-        with uneven_calls(worker):
+        with whole_comm(worker.comm).uncounted():
             norm = norm_of_gradients(own, p)
         largest = p == float("inf")
         total = over_workers(self.axis_name, norm if largest else norm**p, largest)
@@ -255,17 +255,15 @@ class _Step:
 
     def run(self) -> None:
         """Run the actions of this worker; then add up gradients of what other workers have too."""
-        exchange = Exchange(self.schedule, self.worker, self.group)
-        execution = Execution(self.schedule, self.group.index, self.stages, exchange)
         learns = self.stages.learns
         ties = self.pipeline.ties if learns else []
         syncs: list[Any] = []
         for tie in ties:
             tie.set_aside()
-        with self._own_gradients(syncs) if learns else ExitStack():
-            execution.run(not learns)
-        exchange.finish()
-        with uneven_calls(self.worker, learns):
+        with Exchange(self.schedule, self.worker, self.group) as exchange:
+            execution = Execution(self.schedule, self.group.index, self.stages, exchange)
+            with self._own_gradients(syncs) if learns else ExitStack():
+                execution.run(not learns)
             for module in syncs:
                 module.sum_gradients()
         for tie in ties:

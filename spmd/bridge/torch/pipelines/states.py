@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from spmd.bridge.torch.pipelines.values import message_of, structured, value_of_message, value_of_output
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.mesh import Worker
+from spmd.operators.partial_comm import whole_comm
 from spmd.training.pipelines.schedules import Schedule
 from spmd.transport.call import Call
 
@@ -26,7 +26,7 @@ def state_of_stages(
     """
     group = worker.group(axes)
     found: dict[str, Any] = {}
-    with uneven_calls(worker):
+    with whole_comm(worker.comm).uncounted():
         for stage in range(schedule.stages):
             root = schedule.worker_of(stage)
             sent = message_of(value_of_output(dict(own[stage]))[0]) if stage in own else None
