@@ -5,14 +5,16 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.staging.recorder import is_slot
+from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
-from spmd.errors import JitError, LayoutError, SpecError, describe
+from spmd.errors import JitError, LayoutError, SpecError, StateError, describe
 from spmd.functions.arguments import require_varying
 from spmd.functions.expert_routes import Routes, accepted_counts, best_experts, plan_routes, sorted_choices
 from spmd.functions.layouts import dtype_of, floating_operand
@@ -24,8 +26,9 @@ from spmd.global_ops.call import global_value
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import WORKER, here
 from spmd.operators.all_to_all import RaggedAllToAll
-from spmd.operators.apply import operate
+from spmd.operators.apply import axes_of_collectives, operate, recorded_apart
 from spmd.operators.base import Called, called_as
+from spmd.operators.partial_comm import refusing_along
 from spmd.operators.reduce import AxisName, in_dtype, psum, varying_of
 from spmd.tracebacks import api_boundary
 from spmd.transport.call import Call
@@ -53,10 +56,10 @@ def experts(
 
     x: this worker's tokens, (tokens, features); workers may have different numbers of them, or none. gate: their scores
     for all experts, (tokens, experts), before any softmax. Both vary over axis_name.
-    fns: the experts of this worker, in the order of workers: functions of rows, (n, features) to (n, out_features), of
-    which there may be none. Workers may have different numbers of experts, or none. Or one function of (params of an
-    expert, rows); then params is a tree of arrays whose first dimension counts this worker's experts. It must be so
-    where further axes split tokens and workers differ in number, and for order 2 in params where a worker has none.
+    fns: the experts of this worker, in the order of workers: functions of rows, (n, features) to (n, out_features).
+    They may use collectives along other axes. Workers may have different numbers, or none: then what functions close
+    over, if it is differentiated, varies over axis_name. Or one function of (params of an expert, rows), and params, a
+    tree whose arrays count experts in dimension 0: so for order 2, or sums over axis_name, where a worker has none.
     axis_name: the axes along which the experts lie; None: all of them are here.
     k: how many experts a token is given to. Of equal scores the expert of the lowest index is chosen.
     capacity: how many tokens an expert takes, of all workers together: the first in the order of workers and tokens,
@@ -92,8 +95,8 @@ def experts(
     names = _split_axes(x, gate, axis_name)
     calls, lib = _calls(fns, params, x), local(x, "mixtures")
     best = best_experts(lib.scores(gate), k)
-    routes, is_trained = _routes(lib, gate, best, calls, names, capacity, token_axes)
-    y = _by_experts(lib, lib.rows(x, routes.choices // k), names, routes, calls, width, is_trained)
+    routes, told = _routes(lib, gate, best, calls, names, capacity, token_axes)
+    y = _by_experts(lib, lib.rows(x, routes.choices // k), names, routes, calls, width, told)
     weights = _weights(lib, gate, best, routes, renormalize, dtype_of(x))
     return lib.weighted_sums(y, weights, routes.choices, x.shape[0], k)
 
@@ -167,6 +170,14 @@ def _refuse_recording(where: str, gate: Any) -> None:
         )
 
 
+class _Told(NamedTuple):
+    """What workers tell each other of their experts. is_trained: whether the functions of any are known to be trained.
+    is_even: whether all workers have as many."""
+
+    is_trained: bool
+    is_even: bool
+
+
 class _Calls(NamedTuple):
     """The experts of this worker. runs: functions of rows. leaves: the arrays of their stacked parameters."""
 
@@ -220,8 +231,8 @@ def _routes(
     names: tuple[str, ...],
     capacity: int | None,
     token_axes: AxisName | None,
-) -> tuple[Routes, bool]:
-    """Where rows go; and whether any worker's functions are known to be trained. Collective."""
+) -> tuple[Routes, _Told]:
+    """Where rows go; and what workers tell each other. Collective."""
     count = gate.shape[1]
     order, counts = sorted_choices(best, count)
     own = np.array([len(calls.runs), lib.is_trained(calls.functions), *counts], np.int64)
@@ -239,7 +250,8 @@ def _routes(
             mend="give each worker its own experts, no two the same",
         )
     routes = plan_routes(order, counts, accepted, experts_per_worker, worker)
-    return routes, bool(table[members, 1].any())
+    is_even = bool((experts_per_worker == experts_per_worker[0]).all())
+    return routes, _Told(bool(table[members, 1].any()), is_even)
 
 
 def _exchanged(
@@ -271,19 +283,48 @@ def _exchanged(
 
 
 def _by_experts(
-    lib: Any, rows: Any, names: tuple[str, ...], routes: Routes, calls: _Calls, width: int, is_trained: bool
+    lib: Any, rows: Any, names: tuple[str, ...], routes: Routes, calls: _Calls, width: int, told: _Told
 ) -> Any:
     """What the experts of all workers make of the rows that this worker sends."""
     if not names:
-        return _outputs(lib, rows, calls, routes.loads, width, is_trained)
+        return _outputs(lib, rows, calls, routes.loads, width, told.is_trained)
     frame = sys._getframe()
     there = RaggedAllToAll(names, routes.pieces, routes.rows, called=Called("functions.experts"))
     back = called_as(there.H, Called("functions.experts", forward="the way back"))
     received = operate(there, rows, frame)
-    outs = _outputs(lib, received, calls, routes.loads, width, is_trained)
+    worker = here(_EXPERTS)
+    with recorded_apart(worker) as tapes, nullcontext() if told.is_even else refusing_along(worker, names, _refused):
+        outs = _outputs(lib, received, calls, routes.loads, width, told.is_trained)
+        if not told.is_even:
+            _refuse_sums(tapes, names)
     if not calls.leaves and not all(lib.differentiated_by(received)):
         outs = lib.taking_part(outs, _agreed(lib.differentiated_by(outs), names))
     return operate(back, outs, frame)
+
+
+def _refused(axis: str, call: Call) -> StateError:
+    return StateError.at(
+        _EXPERTS,
+        argument="fns",
+        got=f"{call} {call.source}, within an expert, where workers along {axis!r} have different numbers of experts",
+        need=f"no collective along {axis!r}: workers with other experts do not make it",
+        mend="call it before or after the experts; they may use collectives along other axes",
+    )
+
+
+def _refuse_sums(tapes: list[tuple[Tape, Tape]], names: tuple[str, ...]) -> None:
+    """Raise where a derivative of this worker's experts would meet workers that have others, or none."""
+    for axis in names:
+        if any(axis in axes_of_collectives(side) for _, side in tapes):
+            raise StateError.at(
+                _EXPERTS,
+                argument="fns",
+                got=f"an expert that closes over a differentiated array, the same on all workers along {axis!r}, which "
+                "have different numbers of experts",
+                need=f"arrays that vary along {axis!r}: workers with other experts do not sum this gradient",
+                mend=f"w = spmd.pvary(w, {axis!r}) before the experts; where a worker has none, one function of "
+                "(params, rows), and params=w[first:last]",
+            )
 
 
 def _agreed(own: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
@@ -301,8 +342,12 @@ def _agreed(own: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
 def _outputs(lib: Any, received: Any, calls: _Calls, loads: tuple[int, ...], width: int, is_trained: bool) -> Any:
     """What this worker's experts make of the rows that they get."""
     xp, dtype, outs = namespace(received), dtype_of(received), []
-    for run, rows in zip(calls.runs, lib.parts(received, loads), strict=True):
-        outs.append(in_dtype(_checked_output(run(rows), rows, width), dtype))
+    for k, (run, rows) in enumerate(zip(calls.runs, lib.parts(received, loads), strict=True)):
+        try:
+            outs.append(in_dtype(_checked_output(run(rows), rows, width), dtype))
+        except Exception as error:
+            error.add_note(f"raised in expert {k} of this worker, for {rows.shape[0]} rows")
+            raise
     if outs:
         return xp.concat(outs, axis=0) if len(outs) > 1 else outs[0]
     # Without experts here the backward sweep still has to come by: the other workers wait for it.
@@ -321,6 +366,9 @@ def _checked_output(out: Any, rows: Any, width: int) -> Any:
             need=f"shape {[rows.shape[0], width]}: a row of {width} features for each row",
             mend=f"out_features={widths[0]}" if len(widths) == 1 else "functions of rows, which may be none",
         )
+    if dtype_of(out).kind == "c":
+        need, mend = "real numbers: results have the dtype of x", "return np.real(y), or real and imaginary parts"
+        raise SpecError.at(_EXPERTS, argument="fns", got=f"an expert that gives {describe(out)}", need=need, mend=mend)
     return out
 
 

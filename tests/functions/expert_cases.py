@@ -168,7 +168,6 @@ def check_arrays(case: Case, mesh: spmd.Mesh, stacked: bool) -> None:
 
     stacked: one function, and the parameters of this worker's experts; else a list of functions.
     """
-    stacked |= len(case.axes) > len(case.over)  # further axes sum the gradients of each function
     names, found = tuple(case.axes), {}
 
     def body():
@@ -197,7 +196,6 @@ def check_tensors(case: Case, mesh: spmd.Mesh, stacked: bool, checked: bool) -> 
 
     from spmd.bridge import torch as spt
 
-    stacked |= len(case.axes) > len(case.over)
     checked |= len(case.axes) > len(case.over)  # without states nothing is summed over further axes
     names, found = tuple(case.axes), {}
 

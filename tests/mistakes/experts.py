@@ -29,6 +29,11 @@ def over_data(fns: Any, **options: Any) -> Callable[[Any], Any]:
     return lambda x: functions.experts(x, x, fns, "data", **options)
 
 
+def uneven(expert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Two experts, both on the first worker along `data`."""
+    return lambda x: functions.experts(x, x, [] if spmd.worker_index("data") else [expert] * 2, "data")
+
+
 ROWS = [
     *(
         Row(f"experts, {name}", call, error, f"spmd.functions.experts: argument {argument}", got, need, mend)
@@ -77,6 +82,33 @@ ROWS = [
                 "an expert that gives",
                 "a row of 2 features for each row",
                 "functions of rows",
+            ),
+            (
+                "complex rows",
+                mixed(fns=[lambda rows: 1j * rows] * 2),
+                SpecError,
+                "fns",
+                "complex128[3, 2]",
+                "real numbers",
+                "np.real(y)",
+            ),
+            (
+                "a collective of some",
+                in_body(uneven(lambda rows: spmd.psum(rows.sum(), "data") * rows)),
+                StateError,
+                "fns",
+                "psum(float64[], 'data')",
+                "no collective along 'data'",
+                "before or after the experts",
+            ),
+            (
+                "a gradient of some",
+                in_body(lambda x: spmd.grad(lambda w: np.sum(uneven(lambda rows: rows * w)(x)))(np.ones(2)) + x),
+                StateError,
+                "fns",
+                "closes over a differentiated array",
+                "arrays that vary along 'data'",
+                "spmd.pvary(w, 'data')",
             ),
             (
                 "axes without the experts'",
