@@ -346,7 +346,8 @@ def _outputs(lib: Any, received: Any, calls: _Calls, loads: tuple[int, ...], wid
         try:
             outs.append(in_dtype(_checked_output(run(rows), rows, width), dtype))
         except Exception as error:
-            error.add_note(f"raised in expert {k} of this worker, for {rows.shape[0]} rows")
+            if not hasattr(error, "peer"):  # it arose elsewhere: this expert was waiting
+                error.add_note(f"raised in expert {k} of this worker, for {rows.shape[0]} rows")
             raise
     if outs:
         return xp.concat(outs, axis=0) if len(outs) > 1 else outs[0]

@@ -95,7 +95,8 @@ class Execution:
         try:
             return work(stage, k, *args)
         except Exception as error:
-            error.add_note(f"raised in the {kind} action of stage {stage} of the pipeline, for microbatch {k}")
+            if not hasattr(error, "peer"):  # it arose elsewhere: this action was waiting
+                error.add_note(f"raised in the {kind} action of stage {stage} of the pipeline, for microbatch {k}")
             raise
         finally:
             for observer in observers:

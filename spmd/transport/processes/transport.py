@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd.errors import MismatchError, TransportError, class_name
+from spmd.errors import MismatchError, TransportError
 from spmd.transport.base import Comm, Transport, checks_are_on
 from spmd.transport.blas_threads import blas_threads, core_numbers, share_of_cores
 from spmd.transport.call import Call, Group, Shape, raised_by
@@ -39,7 +39,7 @@ from spmd.transport.processes.message_groups import MessageGroups
 from spmd.transport.processes.shared_files import machine
 from spmd.transport.processes.shared_memory import shared_memory
 from spmd.transport.processes.status_board import StatusBoard
-from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, time_limit
+from spmd.transport.processes.watchdog import Watchdog, error_like, let_others, text_of_error, time_limit
 
 __all__ = ["ProcessTransport", "start"]
 
@@ -288,7 +288,7 @@ class ProcessTransport(Transport):
             self.groups.forget()
             who = getattr(error, "peer", None) or self.describe(self.local[0])
             origin = getattr(error, "origin", self.status_board.rank)
-            self.status_board.fail(self.stage, origin, who, f"{class_name(error)}: {error}")
+            self.status_board.fail(self.stage, origin, who, text_of_error(error))
 
     def arrive(
         self,

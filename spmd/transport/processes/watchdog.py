@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from spmd.errors import MismatchError, StallError, rebuilt_error
+from spmd.errors import MismatchError, StallError, class_name, rebuilt_error
 from spmd.settings import setting
 from spmd.transport.call import Call, deadlock, raised_by
 from spmd.transport.processes.hosts import Hosts
@@ -20,7 +20,16 @@ from spmd.transport.processes.status_board import FAILED, FOLLOWS, LEFT, WAITING
 if TYPE_CHECKING:
     from spmd.transport.processes.announce import ProcessGroup
 
-__all__ = ["LOOK_INTERVAL", "Watchdog", "error_like", "failed_too", "let_others", "status_board_of_job", "time_limit"]
+__all__ = [
+    "LOOK_INTERVAL",
+    "Watchdog",
+    "error_like",
+    "failed_too",
+    "let_others",
+    "status_board_of_job",
+    "text_of_error",
+    "time_limit",
+]
 
 LOOK_INTERVAL = 0.1
 """Seconds between two looks at the others."""
@@ -117,10 +126,23 @@ def failed_too(kind: type[BaseException], error: BaseException) -> list[str]:
     ]
 
 
-def error_like(origin: int, who: str, text_of_error: str) -> Exception:
-    """A copy of the error that a worker raised in another process."""
-    name, _, text = text_of_error.partition(": ")
+_NOTE = "\x1e"
+"""Before each note of an error."""
+
+
+def text_of_error(error: BaseException) -> str:
+    """The class, text and notes of an error, for other processes."""
+    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("raised by worker ")]
+    return _NOTE.join([f"{class_name(error)}: {error}", *notes])
+
+
+def error_like(origin: int, who: str, text: str) -> Exception:
+    """A copy of the error that a worker raised in another process, of which `text_of_error` gave the text."""
+    text, *notes = text.split(_NOTE)
+    name, _, text = text.partition(": ")
     error = rebuilt_error(name, text)
+    for note in notes:
+        error.add_note(note)
     error.origin, error.peer = origin, who  # type: ignore[attr-defined]
     if not isinstance(error, MismatchError):  # which names both workers
         raised_by(error, who)
