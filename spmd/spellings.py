@@ -312,7 +312,32 @@ INSTEAD: dict[str, dict[str, str]] = {
     "spmd.bridge.torch": {
         **dict.fromkeys(("DistributedDataParallel", "DDP"), "spt.data_parallel(model, axis_name)"),
         **dict.fromkeys(
-            ("FullyShardedDataParallel", "FSDP", "fully_shard"), "spt.shard_parameters(model, axis_name, unit=Block)"
+            ("FullyShardedDataParallel", "FSDP", "FSDPModule", "fully_shard", "wrap", "auto_wrap"),
+            "spt.shard_parameters(model, axis_name, unit=Block)",
+        ),
+        **dict.fromkeys(
+            ("transformer_auto_wrap_policy", "size_based_auto_wrap_policy", "ModuleWrapPolicy"),
+            "unit= of spt.shard_parameters: a class, or a function of a name and a module",
+        ),
+        **dict.fromkeys(
+            ("MixedPrecision", "MixedPrecisionPolicy"), "param_dtype= and reduce_dtype= of spt.shard_parameters"
+        ),
+        **dict.fromkeys(
+            ("ShardingStrategy", "BackwardPrefetch"), "reshard_after_forward= and prefetch= of spt.shard_parameters"
+        ),
+        **dict.fromkeys(
+            ("set_requires_gradient_sync", "set_is_last_backward", "require_backward_grad_sync"),
+            "with model.no_sync(): for all backwards before a step but the last",
+        ),
+        **dict.fromkeys(("full_tensor", "get_full_params"), "p.whole(), on all workers of its axes"),
+        "to_local": "p.block()",
+        **dict.fromkeys(
+            ("summon_full_params", "get_model_state_dict", "full_state_dict", "state_dict_type", "StateDictType"),
+            "spt.state_dict(model), of whole tensors",
+        ),
+        **dict.fromkeys(
+            ("get_optimizer_state_dict", "optim_state_dict", "full_optim_state_dict"),
+            "spmd.save(path, {'model': model, 'optimizer': optimizer}), which spmd.load reads on any mesh",
         ),
         **dict.fromkeys(
             ("GPipe", "Pipe", "PipelineStage", "ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"),
@@ -321,6 +346,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         "ZeroRedundancyOptimizer": "spt.shard_optimizer(optimizer, axis_name)",
         "DataLoader": "spt.DistributedSampler(data, axis_name=axis_name).loader()",
         "clip_grad_norm": "spt.clip_grad_norm_(modules, max_norm)",
+        "ShardedGradScaler": "spt.GradScaler",
         "no_sync": "no_sync() of what spt.data_parallel and spt.shard_parameters give",
         **{
             f"DistributedConv{d}d": f"spt.nn.Conv{d}d(in_channels, out_channels, kernel_size, spec=spec)"
