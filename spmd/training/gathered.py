@@ -51,6 +51,8 @@ def gathered(units: Sequence[Tree], specs: Any, axis_name: AxisName, *, prefetch
     variable of its own stays; so does the loop's variable after the loop. The last unit stays until the sweep has
     passed it. `zip` and `enumerate` around the iterator hold one unit more. Bodies that `spmd.jit` records, nested
     differentiation and bodies without states (check=False) gather as well, and keep what they gather.
+    A block that is used without `gathered` is an array of this worker's, as any other: NumPy raises an error of shapes,
+    or, where shapes fit, as in sums and norms of a parameter, computes with the block.
 
     Forward (V -> V): y = [x_0; x_1; ...] of each block. Adjoint: the sum of the whole's cotangents over the workers, of
     which each gets its part; sums of one unit go together, in the background. Cost: in each direction an all-gather of
