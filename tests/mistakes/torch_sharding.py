@@ -62,6 +62,23 @@ def _replaced(net: Any, x: Any) -> None:
     net(x)
 
 
+def _kept() -> None:
+    def make() -> nn.Module:
+        net = pair()
+        net.weights = [net[0].weight]  # type: ignore[assignment]
+        return net
+
+    sharded(lambda net: (X @ net.weights[0].T).sum().backward(), make)()
+
+
+def _share() -> None:
+    first = nn.Linear(2, 4)
+    other = nn.Linear(2, 4)
+    other.weight = first.weight
+    spt.shard_parameters(first, "data")
+    spt.shard_parameters(other, "data")
+
+
 class _Scale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -133,6 +150,18 @@ ROWS = [
     Row("the differentiated whole of a parameter, without states",
         _unchecked(lambda net, x: net[0].weight.whole()), LayoutError,
         "p.whole()", "outside of the forward of its unit, differentiated", "the whole parameter", "check=True"),
+    Row("the sum of a parameter beside data, without states",
+        _unchecked(lambda net, x: (net(x) * net[0].bias.sum()).sum().backward()), DifferentiationError,
+        "backward through spt.shard_parameters: argument torch's sum", "differs between the workers along 'data'",
+        "the sum over the workers", "spt.pvary(value, 'data')"),
+    Row("a parameter that a list of the module still has", _kept, StateError,
+        "backward: argument a parameter", "that was a parameter of the module before spt.shard_parameters split it",
+        "that the module has now", "self.layer.weight in forward"),
+    Row("a parameter that another sharded module has", lambda: spt.map(_share, (), None)(), StateError,
+        f"{SHARD} module", "which another module had too", "all modules that share a parameter", "as its parts"),
+    Row("a transformation of torch.func", sharded(lambda net: torch.func.grad(lambda x: net(x).sum())(X)),
+        DifferentiationError, "a module of spt.shard_parameters", "within a transformation of torch.func",
+        "autograd's own graph", "loss.backward()"),
     Row("a parameter that was replaced, without states", _unchecked(_replaced), StateError,
         "a module of spt.shard_parameters: argument 1.weight", "nobody gathers it", "with new values", "copy_(values)"),
     Row("a forward outside of bodies", _left_its_body, MeshError,

@@ -1,6 +1,7 @@
 """Checks before a step of an optimiser, which would train wrongly or nothing, without a sign of it.
 
-An optimiser made before its module was split holds parameters that the split module does not have. After a backward
+An optimiser made before its module was split holds parameters that the split module does not have. So may lists and
+closures of the module itself, to which gradients would go. After a backward
 under `no_sync` gradients are not summed over workers yet.
 """
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spmd.bridge.torch.tensor_state import no_overrides
 from spmd.bridge.torch.unsummed import check_summed
 from spmd.errors import StateError, describe
 
@@ -20,8 +22,31 @@ __all__ = ["note_copied", "note_replaced", "watch_steps"]
 
 
 def note_replaced(parameter: Any, where: str) -> None:
-    """A parameter has been replaced in its module: no optimiser is to step it any more."""
+    """A parameter has been replaced in its module: no optimiser is to step it any more, and no gradient comes to it."""
+    if "_spmd_replaced" in vars(parameter):
+        raise StateError.at(
+            where,
+            argument="module",
+            got=f"{describe(parameter)}, which another module had too, before {parameter._spmd_replaced} split that",
+            need="all modules that share a parameter in one",
+            mend="a module that has both as its parts, and its forward calls them",
+        )
     parameter._spmd_replaced = where
+    shape = list(parameter.shape)  # the parameter itself would stay as long as its hook
+
+    def refuse(_: Any) -> None:
+        raise StateError.at(
+            "backward",
+            argument="a parameter",
+            got=f"a gradient of a tensor of shape {shape} that was a parameter of the module before "
+            f"{where} split it: a list, a closure or an attribute that is no parameter still refers to it",
+            need="the parameter that the module has now",
+            mend="use self.layer.weight in forward, and no reference to it that was made before",
+        )
+
+    with no_overrides():
+        if parameter.requires_grad and parameter.is_leaf:
+            parameter.register_hook(refuse)
     watch_steps()
 
 

@@ -170,6 +170,13 @@ def _any(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return r.shaped(total > 0 if is_any else total == 0)
 
 
+@handles("_is_any_true _is_all_true")
+def _of_own_block(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch asks them where it looks for anomalies in backward, which workers of one process may do at other times: of
+    this worker's block."""
+    return func(args[0]._block)
+
+
 def _identity(dtype: torch.dtype, largest: bool) -> Any:
     """The identity of a maximum (largest) or a minimum."""
     if dtype is torch.bool:

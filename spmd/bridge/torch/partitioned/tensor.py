@@ -24,7 +24,7 @@ from spmd.bridge.torch.partitioned.placement import (
     worker_of,
 )
 from spmd.bridge.torch.partitioned.registry import call, run
-from spmd.bridge.torch.partitioned.undeclared import check_beside_data, outside_of_unit
+from spmd.bridge.torch.partitioned.undeclared import call_beside_data, outside_of_unit
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT, no_overrides, plain, state_of_tensor
 from spmd.bridge.torch.worker_context import context_of
@@ -70,7 +70,8 @@ class PartitionedTensor(torch.Tensor):
     _placement: Placement
     _state: State
     unit_gathers = False
-    """Whether `spt.shard_parameters` gathers it where its unit is called."""
+    """Whether it is a parameter that `spt.shard_parameters` gathers where its unit is called, or, in a map with
+    check=False, made of one."""
 
     @staticmethod
     def __new__(cls, block: torch.Tensor, placement: Placement, shape: Any = None, strides: Any = None) -> Any:
@@ -180,8 +181,7 @@ class PartitionedTensor(torch.Tensor):
     def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(types) > 1 and any(getattr(t, "__spmd_global__", False) for t in types):
             return NotImplemented  # `GlobalTensor` handles both
-        check_beside_data(func, args, kwargs or {})
-        return call(func, args, kwargs or {})
+        return call_beside_data(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

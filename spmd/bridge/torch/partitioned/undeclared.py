@@ -7,30 +7,53 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.call_arguments import tensors_in
+from spmd.bridge.torch.call_arguments import map_tensors, tensors_in
 from spmd.bridge.torch.functorch import unwrapped
-from spmd.bridge.torch.partitioned.registry import BESIDE_WHOLES, FUNCTIONS, LAYERS
-from spmd.bridge.torch.tensor_state import is_partitioned, state_of_tensor
+from spmd.bridge.torch.partitioned.registry import BESIDE_WHOLES, FUNCTIONS, LAYERS, call
+from spmd.bridge.torch.partitioned.shared_cotangents import compare_cotangents
+from spmd.bridge.torch.tensor_state import is_partitioned, needs_grad, state_of_tensor
+from spmd.bridge.torch.worker_context import context_of
 from spmd.errors import LayoutError, describe
 from spmd.mesh import WORKER
 
-__all__ = ["check_beside_data", "outside_of_unit"]
+__all__ = ["call_beside_data", "outside_of_unit"]
+
+_OF_GRADIENTS: set[Any] = {torch.Tensor.grad.__get__, torch.Tensor.backward, torch.autograd.grad}  # type: ignore[attr-defined]
+_OF_SHAPES = {torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.type_as}
+"""Of the parameter beside data they take no numbers."""
 
 
-def check_beside_data(func: Callable, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise where a layer is given data that vary over axes that split its parameters: the data are no wholes.
+def call_beside_data(func: Callable, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch. Raise where data vary over axes that split a parameter beside them: they are no wholes.
 
-    With check=False data do not say that they vary. There, raise where a parameter that a unit gathers meets data
-    outside of the forward of that unit. What has the shape of the parameter may be a whole, and what is written into
-    the parameter is one.
+    With check=False data do not say that they vary. There, raise where a parameter that a unit gathers, or a tensor
+    made of one, meets data outside of the forward of that unit. What has the shape of the parameter, and is not
+    differentiated, may be a whole, and what is written into the parameter is one.
     """
     worker = WORKER.get()
     if worker is None or torch.compiler.is_compiling():
-        return
-    if not worker.tracked:
-        _check_undeclared(func, args, kwargs)
-    elif func in LAYERS:
-        _check_varying(func, args, kwargs)
+        return call(func, args, kwargs)
+    if worker.tracked:
+        if func in LAYERS or func in BESIDE_WHOLES:
+            _check_varying(func, args, kwargs)
+        return call(func, args, kwargs)
+    derived = [x for x in tensors_in(args, kwargs) if getattr(unwrapped(x), "unit_gathers", False)]
+    if not derived or func in _OF_GRADIENTS or (func in _OF_SHAPES and not is_partitioned(args[0])):
+        return call(func, args, kwargs)
+    _check_undeclared(func, args, kwargs, derived)
+    axes = tuple(sorted({axis for x in derived if is_partitioned(x) for axis in unwrapped(x).block_layout.varying}))
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        own: Any = unwrapped(x)
+        own.unit_gathers = True
+        if axes and x.requires_grad and not is_partitioned(x):
+            context = context_of(worker)
+            compare_cotangents(
+                x, f"torch's {getattr(func, '__name__', 'function')} of a parameter", axes, lambda: context
+            )
+        return x
+
+    return map_tensors(note, call(func, args, kwargs))
 
 
 def _check_varying(func: Callable, args: Any, kwargs: dict[str, Any]) -> None:
@@ -48,17 +71,20 @@ def _check_varying(func: Callable, args: Any, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_undeclared(func: Callable, args: Any, kwargs: dict[str, Any]) -> None:
+def _check_undeclared(func: Callable, args: Any, kwargs: dict[str, Any], derived: list[torch.Tensor]) -> None:
+    """derived: the tensors that are made of parameters."""
     name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):  # in place
+    if name.endswith("_") and not name.endswith("__") and is_partitioned(next(tensors_in(args, kwargs))):  # in place
         return
     if func in FUNCTIONS and func not in LAYERS and func not in BESIDE_WHOLES:  # of properties and gradients
         return
-    tensors = list(tensors_in(args, kwargs))
-    shapes = [x.shape for x in tensors if getattr(unwrapped(x), "unit_gathers", False)]
-    data = [x for x in tensors if not is_partitioned(x) and x.ndim] if shapes else []
-    if any(func in FUNCTIONS or x.shape not in shapes for x in data):
-        raise outside_of_unit(f"torch's {name.strip('_')}", f"beside {describe(data[0])}")
+    shapes = [x.shape for x in derived]
+    for x in tensors_in(args, kwargs):
+        if is_partitioned(x) or any(x is y for y in derived):
+            continue
+        is_data = needs_grad(x) and not x.is_leaf
+        if is_data or (x.ndim and (func in FUNCTIONS or needs_grad(x) or x.shape not in shapes)):
+            raise outside_of_unit(f"torch's {name.strip('_')}", f"beside {describe(x)}")
 
 
 def outside_of_unit(where: str, how: str) -> LayoutError:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.data_parallel import DataParallel
 from spmd.bridge.torch.frontend import FRONTEND
+from spmd.bridge.torch.functorch import current_level
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.left_alone import left_alone
 from spmd.bridge.torch.module_broadcast import check_initialized, copy_module
@@ -26,7 +28,7 @@ from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.stale_optimizers import note_replaced
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.worker_context import device_of
-from spmd.errors import MeshError, StateError, describe, message
+from spmd.errors import DifferentiationError, MeshError, StateError, describe, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
@@ -62,8 +64,8 @@ def shard_parameters(
     too, as by `spmd.training.shard_specs`; numbers stay whole. Optimisers, `spt.state_dict`, `spmd.save` take them.
     unit: the submodules whose parameters are gathered together before forward and released after it: classes, patterns
     of names, as of a plan, or a function of a name and a module. Of a pattern the outermost modules that match are
-    units: by `"layers.*"` each layer, and no part of one; lists of modules, which nobody calls, are none. The module
-    itself is a unit too, of all other parameters. One that several modules share belongs to the innermost unit around.
+    units: by `"layers.*"` each layer, and no part of one; what nobody calls, such as lists, is none. The module itself
+    is a unit too, of all other parameters. One that several modules share belongs to the innermost unit around.
     prefetch: how many units are gathered ahead, while one computes, in the order of the last step; in backward too.
     reshard_after_forward: False keeps whole parameters from forward until backward has used them.
     reduction: what `.grad` holds, as for `spt.data_parallel`: "sum" of the workers' own gradients, or their "mean".
@@ -128,10 +130,15 @@ def _sharded(
 
 # Units
 
+_NEVER_CALLED = (
+    *(nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+    NonDynamicallyQuantizableLinear,  # by which `nn.MultiheadAttention` keeps the weights of its output
+)
+
 
 def _unit_names(module: nn.Module, unit: Any) -> list[str]:
     """The names of the units, that of the module itself first."""
-    modules = {name: m for name, m in module.named_modules() if not isinstance(m, nn.ModuleList | nn.ModuleDict)}
+    modules = {name: m for name, m in module.named_modules() if not isinstance(m, _NEVER_CALLED)}
     if unit is None:
         return [""]
     if isinstance(unit, type) or (isinstance(unit, tuple) and unit and all(isinstance(u, type) for u in unit)):
@@ -227,6 +234,8 @@ class _ShardedUnit:
             )
         if unit.depth:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if current_level() is not None:
+            raise _within_transformation()
         if sharding.param_dtype is not None:
             args, kwargs = pytree.tree_map(partial(_cast, sharding.param_dtype), (args, kwargs))
         with sharding.called(worker, unit):
@@ -317,6 +326,15 @@ def _varied_statistics(module: Any, sharding: Sharding) -> Iterator[None]:
 
 
 # Checks
+
+
+def _within_transformation() -> DifferentiationError:
+    return DifferentiationError.at(
+        f"a module of {WHERE}",
+        got="a call within a transformation of torch.func, such as grad or vmap",
+        need="autograd's own graph, whose backward gathers parameters again and sums gradients",
+        mend="loss.backward(), or torch.autograd.grad(loss, inputs); spt.data_parallel keeps parameters whole",
+    )
 
 
 def _sharded_already(name: str) -> StateError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.backward_end import FollowsBackward, Token
 from spmd.bridge.torch.module_broadcast import copy_first
+from spmd.bridge.torch.partitioned.shared_cotangents import compare_cotangents
 from spmd.bridge.torch.partitioned.tensor import joined_blocks
 from spmd.bridge.torch.replicas import to_be_declared
 from spmd.bridge.torch.sharding.blocks import (
@@ -271,6 +272,19 @@ class Sharding(FollowsBackward):
             if isinstance(x, torch.Tensor) and x.requires_grad:
                 x.register_hook(entered)
 
+    def watch_numbers(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Compare the gradients of numbers, which workers have whole and so may use outside of units too."""
+        reference = weakref.ref(self)
+
+        def context() -> WorkerContext | None:
+            sharding = reference()
+            return None if sharding is None else sharding.context
+
+        for q in parameters:
+            if not q.outer_shape and q.p.requires_grad and not vars(q.p).get("_compared"):
+                q.p._compared = True
+                compare_cotangents(q.p, q.name, self.axes, context)
+
     def begin_backward(self) -> None:
         """Register a callback at the end of the backward that runs."""
         if not self.follow_backward():
@@ -390,6 +404,8 @@ class Call:
         parameters, sharding = self.unit.parameters, self.sharding
         if torch.is_grad_enabled() and any(q.p.requires_grad for q in parameters):
             made = list(connect(self, [q.p for q in parameters], data))
+            if not worker.tracked:
+                sharding.watch_numbers(parameters)
         else:
             made = [w.detach() for w in data]
         state = INVARIANT if self.summed else sharding.state
