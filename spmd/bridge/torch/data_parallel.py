@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.gradient_sync import GradientSync
-from spmd.bridge.torch.module_broadcast import WHERE, check_initialized
+from spmd.bridge.torch.module_broadcast import WHERE, check_initialized, varying_axes
 from spmd.bridge.torch.stale_optimizers import watch_steps
-from spmd.errors import MeshError, StateError, message
+from spmd.errors import MeshError, message
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.partial_comm import whole_comm
 from spmd.spellings import closest
@@ -144,7 +144,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.training = module.training
         self.axis_name = worker.mesh.names(axis_name, WHERE)
-        self.varying = _varying_axes(worker, varying, self.axis_name)
+        self.varying = varying_axes(worker, varying, self.axis_name, WHERE)
         self.reduction = reduction
         self.bucket_bytes = bucket_bytes
         self.broadcast_buffers = broadcast_buffers
@@ -260,21 +260,6 @@ class DataParallel(nn.Module):
         if worker is not None and self._sync is not None:
             copied._sync = GradientSync(copied, worker, self._sync)
         return copied
-
-
-def _varying_axes(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the axes along which parameters may differ. Raises StateError for one of axis_name."""
-    names = worker.mesh.names(varying, WHERE)
-    both = [n for n in names if n in axes]
-    if both:
-        raise StateError.at(
-            WHERE,
-            argument="varying",
-            got=f"{varying!r}, and axis_name={axes}",
-            need="other axes: along axis_name parameters are the same",
-            mend=f"leave {both[0]!r} out of one of them",
-        )
-    return names
 
 
 def _check_arguments(module: Any, reduction: Any, bucket_bytes: Any, init: Any) -> None:

@@ -397,7 +397,8 @@ class GradientSync(FollowsBackward):
     def sum_unsynced(self) -> None:
         """Finish the sums, also of what backward under `no_sync` has left in `.grad`."""
         with self.acting() as worker, torch.no_grad():
-            self._finish()
+            if self.gradients:
+                self._finish()
             if self.buffers:
                 copy_first(worker, self.axes, self.buffers, "buffers")
 

@@ -17,7 +17,16 @@ from spmd.errors import LayoutError, StateError
 from spmd.mesh import Worker
 from spmd.transport.call import Call
 
-__all__ = ["WHERE", "any_worker", "broadcast_first", "check_initialized", "copy_first", "copy_module", "sync_call"]
+__all__ = [
+    "WHERE",
+    "any_worker",
+    "broadcast_first",
+    "check_initialized",
+    "copy_first",
+    "copy_module",
+    "sync_call",
+    "varying_axes",
+]
 
 WHERE = "spt.data_parallel"
 _BROADCAST_BYTES = 32 << 20
@@ -120,3 +129,18 @@ def check_initialized(module: nn.Module, where: str) -> None:
                 need="parameters with a shape",
                 mend="run a forward with any data before: with torch.no_grad(): module(x)",
             )
+
+
+def varying_axes(worker: Worker, varying: str | Sequence[str], axes: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The names of the axes along which parameters may differ. Raises StateError for one of axis_name."""
+    names = worker.mesh.names(varying, where)
+    both = [n for n in names if n in axes]
+    if both:
+        raise StateError.at(
+            where,
+            argument="varying",
+            got=f"{varying!r}, and axis_name={axes}",
+            need="other axes: along axis_name parameters are the same",
+            mend=f"leave {both[0]!r} out of one of them",
+        )
+    return names

@@ -18,6 +18,7 @@ from spmd.bridge.torch.pipelines.values import (
     Value,
     entered,
     message_of,
+    structured,
     value_of_message,
     value_of_output,
 )
@@ -58,7 +59,7 @@ class ModuleStages:
         self.seed: int | None = None
         self.total: torch.Tensor | None = None
         self.outputs: dict[int, Value] = {}
-        self.input_gradients: dict[int, list[torch.Tensor | None]] = {}
+        self.input_gradients: dict[int, Any] = {}
 
     def alone(self, work: Callable[[], Any]) -> Any:
         """work(), of which the other workers of the pipeline know nothing."""
@@ -134,9 +135,17 @@ class ModuleStages:
             with backward_scope():
                 torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
         result = _value_of_gradients([] if entry is None else entry.take())
-        if stage == 0:
-            self.input_gradients[k] = _given_gradients(result)
+        if stage == 0 and self.differentiates_input:
+            self.input_gradients[k] = self._gradients_of_input(k, result)
         return result, later
+
+    def _gradients_of_input(self, k: int, gradients: Value) -> Any:
+        """The gradients of a microbatch, in its structure: zeros of what is not used, and integers as they are."""
+        value, _ = value_of_output(self.inputs[k])
+        given = iter(_given_gradients(gradients))
+        found = [next(given, None) if is_real(x) else x for x in value.tensors]
+        pairs = zip(found, value.tensors, strict=True)
+        return structured(value.structure, [torch.zeros_like(x) if g is None else g for g, x in pairs])
 
     def weight(self, stage: int, microbatch: int, kept: LaterWeights) -> None:
         self.alone(kept.weights)

@@ -293,18 +293,14 @@ class _Step:
     def input_gradient(self) -> Any:
         """The gradient of the batch, as Rooted values at the first worker; None of integers."""
         leaves, treedef = tree.flatten(self.x)
-        found = [iter(own) for _, own in sorted(self.stages.input_gradients.items())]
-        parts = [tree.leaves(part) for part in self.stages.inputs]
+        found = [tree.leaves(own) for _, own in sorted(self.stages.input_gradients.items())]
         result: list[Any] = []
         for k, leaf in enumerate(leaves):
             dtype = _dtype_of(leaf)
             if not (dtype.is_floating_point or dtype.is_complex):
                 result.append(None)
                 continue
-            block = torch.zeros(0, dtype=dtype)
-            if self.group.index == 0:
-                own = [(next(gradients), part[k]) for gradients, part in zip(found, parts, strict=True)]
-                block = torch.cat([torch.zeros_like(x) if g is None else g for g, x in own])
+            block = torch.cat([own[k] for own in found]) if found else torch.zeros(0, dtype=dtype)
             result.append(Rooted(block, tuple(leaf.shape), array_dtype(dtype), self.names, 0))
         return tree.unflatten(treedef, result)
 

@@ -18,7 +18,7 @@ from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.functorch import current_level
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
 from spmd.bridge.torch.left_alone import left_alone
-from spmd.bridge.torch.module_broadcast import check_initialized, copy_module
+from spmd.bridge.torch.module_broadcast import check_initialized, copy_module, varying_axes
 from spmd.bridge.torch.plans.parallelize import matches
 from spmd.bridge.torch.replicas import differing
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
@@ -27,6 +27,7 @@ from spmd.bridge.torch.sharding.sharding import Options, Sharding
 from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.stale_optimizers import note_replaced
 from spmd.bridge.torch.tensor import with_state
+from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import DifferentiationError, MeshError, StateError, describe, message
 from spmd.mesh import WORKER, Worker, here
@@ -51,6 +52,7 @@ def shard_parameters(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     broadcast_buffers: bool = True,
+    varying: str | Sequence[str] = (),
 ) -> Any:
     """Split the parameters of a module over the workers along axis_name, in place; data differ there (ZeRO-3, FSDP).
 
@@ -76,6 +78,7 @@ def shard_parameters(
     param_dtype: of the wholes, and to which floating arguments of units are cast; blocks keep theirs, as float32
     masters. reduce_dtype: in which gradients are summed; by default that of the parameter.
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker.
+    varying: other axes along which parameters may differ, as those of the stages of a pipeline.
 
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
     again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make
@@ -98,16 +101,25 @@ def shard_parameters(
         (torch.Size([4, 3]), (2, 3), (2, 3))
     """
     options = Options(prefetch, reshard_after_forward, reduction, param_dtype, reduce_dtype)
-    return _sharded(module, axis_name, unit, init, broadcast_buffers, options)
-
-
-def _sharded(
-    module: nn.Module, axis_name: Any, unit: Units, init: Any, broadcast_buffers: bool, options: Options
-) -> nn.Module:
-    """The module, whose parameters are replaced by blocks; calls of its units gather them."""
     worker = here(WHERE)
     _check_arguments(module, init, options)
     axes = worker.mesh.names(axis_name, WHERE)
+    other = varying_axes(worker, varying, axes, WHERE)
+    with uneven_calls(worker, bool(other)):
+        return _sharded(worker, module, axes, other, unit, init, broadcast_buffers, options)
+
+
+def _sharded(
+    worker: Worker,
+    module: nn.Module,
+    axes: tuple[str, ...],
+    varying: tuple[str, ...],
+    unit: Units,
+    init: Any,
+    broadcast_buffers: bool,
+    options: Options,
+) -> nn.Module:
+    """The module, whose parameters are replaced by blocks; calls of its units gather them."""
     names = _unit_names(module, unit)
     sharding = Sharding(worker, axes, options)
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
@@ -116,7 +128,7 @@ def _sharded(
     copy_module(worker, axes, module, init == "verify", WHERE)
     if worker.tracked:
         by_id = {id(p): name for name, p in module.named_parameters()}
-        differences = differing(worker, module, axes, WHERE)
+        differences = differing(worker, module, (*axes, *varying), WHERE)
         sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
     for name, parameters in _shared_out(module, names, axes, worker).items():
         sharding.units.append(Unit(name, module.get_submodule(name), parameters))

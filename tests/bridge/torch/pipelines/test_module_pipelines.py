@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pytest
 from launch import ROOT, TORCHRUN, launch, mpiexec
 
@@ -16,12 +15,11 @@ from torch_pipeline_cases import Case, agree  # noqa: E402
 import spmd  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
-from spmd.training.pipelines.schedules import SCHEDULES, schedule_of  # noqa: E402
+from spmd.training.pipelines.schedules import schedule_of  # noqa: E402
 from spmd.training.pipelines.simulation import alive  # noqa: E402
 
 pytestmark = pytest.mark.host("a body makes its tensors on the host")
 
-SEARCH = pytest.mark.full
 CASES = {
     "one worker": Case(stages=1, axes={"stage": 1}),
     "two on one worker": Case("interleaved", axes={"stage": 1}),
@@ -46,29 +44,6 @@ def check(case: Case, **options) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_ten_steps_are_those_of_one_worker(case):
     check(case)
-
-
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(k, marks=SEARCH) for k in range(2, 30))])
-def test_random_pipelines(seed):
-    rng = np.random.default_rng(seed)
-    schedule, workers = str(rng.choice([*SCHEDULES])), int(rng.integers(2, 5))
-    virtual = int(rng.integers(1, 4)) if schedule == "interleaved" else 1
-    data = int(rng.integers(1, 3))
-    check(
-        Case(
-            schedule,
-            n=int(rng.integers(2, 15)),
-            microbatches=int(rng.integers(1, 9)),
-            stages=workers * virtual,
-            axes={"data": data, "stage": workers} if data > 1 else {"stage": workers},
-            reduction=str(rng.choice(["mean", "sum"])),
-            optimizer=str(rng.choice(["sgd", "adamw"])),
-            clip=float(rng.choice([0.0, 0.2])),
-            parts=int(rng.integers(1, 3)),
-            shard=bool(data > 1 and rng.integers(2)),
-            tied=bool(rng.integers(2)),
-        )
-    )
 
 
 MPI = [pytest.mark.mpi, pytest.mark.skipif(mpiexec() is None, reason="no mpiexec beside this Python")]
