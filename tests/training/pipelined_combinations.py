@@ -22,42 +22,62 @@ EXPERTS = 3
 
 
 def dense(params: Any, x: Any, shared: Any) -> Any:
-    return {"h": np.tanh(x["h"] @ params["w"] + params["b"])}
+    return {**x, "h": np.tanh(x["h"] @ params["w"] + params["b"])}
 
 
 def wide(params: Any, x: Any, shared: Any, axis: str | None = None) -> Any:
     """Two products; along `axis` the inner width lies split."""
     inner = np.tanh(x["h"] @ params["up"]) @ params["down"]
-    return {"h": x["h"] + (spmd.psum(inner, axis) if axis else inner)}
+    return {**x, "h": x["h"] + (spmd.psum(inner, axis) if axis else inner)}
+
+
+def recomputed(params: Any, x: Any, shared: Any) -> Any:
+    """A layer that is computed again in backward, of which others take a constant and nobody the input."""
+    h = spmd.checkpoint(lambda w, h: np.tanh(h @ w))(params["w"], x["h"])
+    return {"h": h, "scale": 1.5, "positive": x["positive"], "before": x["h"]}
 
 
 def mixture(params: Any, x: Any, shared: Any, axis: str | None = None) -> Any:
     scores = x["h"] @ params["gate"]
     rows = lambda w, h: np.tanh(h @ w)
-    return {"h": x["h"] + spmd.functions.experts(x["h"], scores, rows, axis, k=2, params=params["experts"])}
+    return {**x, "h": x["h"] + spmd.functions.experts(x["h"], scores, rows, axis, k=2, params=params["experts"])}
 
 
 def first(params: Any, x: Any, shared: Any) -> Any:
-    return dense(params, {"h": x * shared["scale"]}, shared)
+    h = x * shared["scale"]
+    return dense(params, {"h": h, "positive": np.sum(h, 1, keepdims=True) > 0, "scale": np.ones(1)}, shared)
 
 
 def last(params: Any, x: Any, shared: Any) -> Any:
-    return (x["h"] @ params["w"]) * shared["scale"]
+    return (x["h"] @ params["w"]) * shared["scale"] * x["scale"] + x["positive"]
 
 
-KINDS: dict[str, Callable[..., Any]] = {"dense": dense, "wide": wide, "mixture": mixture, "first": first, "last": last}
+def unchanged(params: Any, x: Any, shared: Any) -> Any:
+    return x
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "dense": dense,
+    "wide": wide,
+    "recomputed": recomputed,
+    "mixture": mixture,
+    "unchanged": unchanged,
+    "first": first,
+    "last": last,
+}
 SPLIT = {"up": P(None, "model"), "down": P("model"), "experts": P("expert")}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A mesh, and what runs on it."""
+    """A mesh, and what runs on it. mean: whether the loss is a mean over the samples of all workers, in one part."""
 
     axes: dict[str, int]
     schedule: str
     microbatches: int
     parts: int
     sharded: bool
+    mean: bool
 
 
 @dataclass(frozen=True)
@@ -75,10 +95,10 @@ def drawn(seed: int, workers: int | None = None) -> Case:
     """A case. workers: of each of its meshes; None: at most eight."""
     rng = np.random.default_rng(seed)
     stages = int(rng.choice([2, 3, 4, 4, 6]))
-    kinds = ["first", *rng.choice(["dense", "wide", "mixture"], stages - 2).tolist(), "last"]
+    kinds = ["first", *rng.choice([*KINDS][:5], stages - 2).tolist(), "last"]
     widths = [3, *rng.integers(2, 6, stages - 1).tolist(), 3]
     for k, kind in enumerate(kinds):
-        if kind in ("wide", "mixture"):
+        if kind in ("wide", "mixture", "unchanged"):
             widths[k + 1] = widths[k]
     rate = [0.02, optim.cosine(0.02, STEPS, warmup=2)][rng.integers(2)]
     optimizer = [optim.sgd(rate, 0.9), optim.adamw(rate)][rng.integers(2)]
@@ -94,13 +114,15 @@ def _drawn_run(rng: Any, stages: int, workers: int | None) -> Part:
         axes = {"stage": own, **{name: int(rng.integers(1, 4)) for name in ("data", "model", "expert")}}
         if math.prod(axes.values()) in ([workers] if workers else range(2, 9)):
             break
+    mean = bool(rng.integers(2))
     names = ["interleaved"] if own < stages else [*SCHEDULES]
     return Part(
         {str(name): axes[name] for name in rng.permutation([*axes])},
         str(rng.choice(names)),
         int(rng.integers(1, 7)),
-        int(rng.integers(1, 3)),
+        1 if mean else int(rng.integers(1, 3)),
         bool(rng.integers(2)),
+        mean,
     )
 
 
@@ -113,6 +135,8 @@ def params_of(case: Case) -> Any:
             "wide": {"up": (a, 5), "down": (5, a)},
             "mixture": {"gate": (a, EXPERTS), "experts": (EXPERTS, a, a)},
             "last": {"w": (a, b)},
+            "recomputed": {"w": (a, b)},
+            "unchanged": {},
         }.get(kind, {"w": (a, b), "b": (b,)})
         found.append({name: rng.normal(size=shape) / 2 for name, shape in shapes.items()})
     return {"stages": found, "shared": {"scale": rng.normal(size=3)}}
@@ -152,14 +176,15 @@ def stages_of(case: Case) -> list[Callable[..., Any]]:
 def step_of(case: Case, run: Part, optimizer: Any, specs: Any, state_specs: Any) -> Callable[..., Any]:
     """A step: (params, state, x, y) -> (loss, params, state). Samples lie over `data` and `expert`."""
     split = ("data", "expert")
+    mean = lambda h, y: spmd.mean(np.sum((h - y) ** 2, 1), split)
 
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         pipeline = spmd.training.pipeline(
             stages_of(case),
             microbatches=run.microbatches,
             schedule=run.schedule,
-            loss=lambda h, y: np.sum((h - y) ** 2) / case.n,
-            reduction="sum",
+            loss=mean if run.mean else lambda h, y: np.sum((h - y) ** 2) / case.n,
+            reduction="mean" if run.mean else "sum",
         )
         total: Any = None
         for k in range(run.parts):
@@ -168,7 +193,7 @@ def step_of(case: Case, run: Part, optimizer: Any, specs: Any, state_specs: Any)
             found = (value, {"stages": grads.params, "shared": grads.shared})
             total = found if total is None else spmd.tree.map(lambda a, b: a + b, total, found)
         value, grads = total
-        return (spmd.psum(value, split), *optimizer.update(grads, state, params))
+        return (value if run.mean else spmd.psum(value, split), *optimizer.update(grads, state, params))
 
     return spmd.map(step, in_specs=(specs, state_specs, P(split), P(split)), out_specs=(P(), specs, state_specs))
 
