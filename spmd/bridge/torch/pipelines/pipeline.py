@@ -341,8 +341,9 @@ def pipeline(
     stages: a module, this worker's stage; or a list of all stages, of which each worker keeps its own, those at its
     place modulo the workers along axis_name. A stage is called with what the stage before returns: tensors of any
     shapes, in tuples, lists and dicts. It may use collectives along other axes, and be split by `spt.parallelize`.
-    microbatches: the pieces of a batch along dimension 0, as even as they go. Batch norms and the like see one after
-    the other. Dropout draws by stage and microbatch: the same in each schedule, on any number of workers.
+    microbatches: the pieces of a batch along dimension 0, as even as they go, without empty ones where all workers have
+    as many samples. Batch norms and the like see one after the other. Dropout draws by stage and microbatch: the same
+    in each schedule, on any number of workers.
     schedule: "1f1b" keeps the activations of at most `workers - s` microbatches on worker s, "gpipe" those of all;
     "zero_bubble" fills the time in which a worker would wait with gradients of parameters; "interleaved" runs several
     stages on each worker. All give the same gradients.
@@ -351,7 +352,7 @@ def pipeline(
     which loss takes it, () for the worker's own samples; None: those that split the samples and along which the loss is
     one value, as that of `spt.mean(errors, "data")` is. With check=False it must be said where the mesh has other axes.
     tied: lists of parameters that are one, each as (stage, name): all get the value of the first, and the sum of their
-    gradients. All need the same options of the optimiser.
+    gradients. All need the same options of the optimiser. Stages of several workers may share no others.
 
     Returns a `spt.Pipeline`, a module. `spt.clip_grad_norm_(step, 1.0)` clips by the norm over all stages;
     `spt.data_parallel(stage, "data", varying="stage")` in a stage sums gradients over `data` once for each batch.

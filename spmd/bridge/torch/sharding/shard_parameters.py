@@ -70,15 +70,13 @@ def shard_parameters(
     is a unit too, of all other parameters. One that several modules share belongs to the innermost unit around.
     prefetch: how many units are gathered ahead, while one computes, in the order of the last step; in backward too.
     reshard_after_forward: False keeps whole parameters from forward until backward has used them.
-    reduction: what `.grad` holds, as for `spt.data_parallel`: "sum" of the workers' own gradients, or their "mean".
-    init: "broadcast" takes the parameters and buffers of the first worker; "verify" raises where others differ.
-    Parameters and buffers on the device "meta" are never whole all together: blocks are made, and each module that has
-    some draws its own by its `reset_parameters`, or by init, a function of a module, within `spt.drawing()`. So they
-    have the same numbers on any mesh.
+    reduction, varying: as for `spt.data_parallel`. init: "broadcast" takes the parameters and buffers of the first
+    worker; "verify" raises where others differ. Parameters and buffers on the device "meta" are never whole all
+    together: blocks are made, and each module that has some draws its own by its `reset_parameters`, or by init, a
+    function of a module, within `spt.drawing()`. So they have the same numbers on any mesh.
     param_dtype: of the wholes, and to which floating arguments of units are cast; blocks keep theirs, as float32
     masters. reduce_dtype: in which gradients are summed; by default that of the parameter.
     broadcast_buffers: after each backward that sums, copy the buffers (running means) of the first worker.
-    varying: other axes along which parameters may differ, as those of the stages of a pipeline.
 
     Forward: that of the module on this worker's data. Results vary over axis_name. Backward: the wholes are gathered
     again, and each unit's gradients are summed in one message per dtype while backward goes on. All workers make
@@ -101,38 +99,37 @@ def shard_parameters(
         (torch.Size([4, 3]), (2, 3), (2, 3))
     """
     options = Options(prefetch, reshard_after_forward, reduction, param_dtype, reduce_dtype)
-    worker = here(WHERE)
-    _check_arguments(module, init, options)
-    axes = worker.mesh.names(axis_name, WHERE)
-    other = varying_axes(worker, varying, axes, WHERE)
-    with uneven_calls(worker, bool(other)):
-        return _sharded(worker, module, axes, other, unit, init, broadcast_buffers, options)
+    return _sharded(module, axis_name, varying, unit, init, broadcast_buffers, options)
 
 
 def _sharded(
-    worker: Worker,
     module: nn.Module,
-    axes: tuple[str, ...],
-    varying: tuple[str, ...],
+    axis_name: Any,
+    varying: Any,
     unit: Units,
     init: Any,
     broadcast_buffers: bool,
     options: Options,
 ) -> nn.Module:
     """The module, whose parameters are replaced by blocks; calls of its units gather them."""
+    worker = here(WHERE)
+    _check_arguments(module, init, options)
+    axes = worker.mesh.names(axis_name, WHERE)
+    others = varying_axes(worker, varying, axes, WHERE)
     names = _unit_names(module, unit)
     sharding = Sharding(worker, axes, options)
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
         raise _sharded_already(type(module).__name__)
     without_values = on_meta(module, init)
-    copy_module(worker, axes, module, init == "verify", WHERE)
-    if worker.tracked:
-        by_id = {id(p): name for name, p in module.named_parameters()}
-        differences = differing(worker, module, (*axes, *varying), WHERE)
-        sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
-    for name, parameters in _shared_out(module, names, axes, worker).items():
-        sharding.units.append(Unit(name, module.get_submodule(name), parameters))
-    initialize(without_values, init, sharding.units, device_of(worker))
+    with uneven_calls(worker, bool(others)):
+        copy_module(worker, axes, module, init == "verify", WHERE)
+        if worker.tracked:
+            by_id = {id(p): name for name, p in module.named_parameters()}
+            differences = differing(worker, module, (*axes, *others), WHERE)
+            sharding.undeclared = {by_id[key]: difference for key, difference in differences.items()}
+        for name, parameters in _shared_out(module, names, axes, worker).items():
+            sharding.units.append(Unit(name, module.get_submodule(name), parameters))
+        initialize(without_values, init, sharding.units, device_of(worker))
     if broadcast_buffers:
         sharding.buffers = list(module.buffers())
     for each in sharding.units:
