@@ -22,7 +22,7 @@ from torch_pipeline_cases import of_stage
 import spmd
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.bridge.torch.uneven_calls import uneven_calls
+from spmd.operators.partial_comm import whole_comm
 from spmd.training.pipelines.batches import sizes_of
 from spmd.training.pipelines.schedules import SCHEDULES, schedule_of
 from spmd.training.pipelines.simulation import alive
@@ -318,14 +318,14 @@ def trained(case: Case, **options: Any) -> tuple[list[dict[str, Any]], list[int]
     def body(*batches: torch.Tensor) -> None:
         own: list[Any] = [None] * stages
         for k in range(spt.worker_index("stage"), stages, workers):
-            with uneven_calls(here()):
+            with whole_comm(here().comm).uncounted():
                 own[k] = laid_out(case, copy.deepcopy(made[k]))
         loss, said = loss_of(case)
         tied = [[(0, "inner.weight"), (stages - 1, "inner.1.weight")]] if case.tied else ()
         step = spt.pipeline(own, microbatches=case.microbatches, schedule=case.schedule, loss=loss, tied=tied, **said)
         optimizer = made_optimizer(case, step.parameters())
         if case.shard:
-            with uneven_calls(here()):
+            with whole_comm(here().comm).uncounted():
                 optimizer = spt.shard_optimizer(optimizer, "data")
         losses = []
         for k in range(STEPS):
@@ -336,11 +336,11 @@ def trained(case: Case, **options: Any) -> tuple[list[dict[str, Any]], list[int]
                 losses.append(float(spt.block(value if whole else spt.psum(value, case.split))))
             if case.clip:
                 spt.clip_grad_norm_(step, case.clip)
-            with uneven_calls(here()):
+            with whole_comm(here().comm).uncounted():
                 optimizer.step()
         found: dict[str, Any] = {"losses": losses}
         for k, stage in step.modules_by_stage.items():
-            with uneven_calls(here()):
+            with whole_comm(here().comm).uncounted():
                 found |= {name: wholly(x) for name, x in of_stage(k, stage, optimizer).items()}
             found |= {f"{k}.{name}": x for name, x in stage.named_buffers()}
         kept[here().index], results[here().index] = step.most, found

@@ -27,10 +27,10 @@ from spmd.bridge.torch.sharding.sharding import Options, Sharding
 from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.stale_optimizers import note_replaced
 from spmd.bridge.torch.tensor import with_state
-from spmd.bridge.torch.uneven_calls import uneven_calls
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import DifferentiationError, MeshError, StateError, describe, message
 from spmd.mesh import WORKER, Worker, here
+from spmd.operators.partial_comm import whole_comm
 from spmd.spellings import closest
 from spmd.tracebacks import api_boundary
 
@@ -121,7 +121,7 @@ def _sharded(
     if vars(module).setdefault("_spmd_sharding", sharding) is not sharding:
         raise _sharded_already(type(module).__name__)
     without_values = on_meta(module, init)
-    with uneven_calls(worker, bool(others)):
+    with whole_comm(worker.comm).uncounted(bool(others)):
         copy_module(worker, axes, module, init == "verify", WHERE)
         if worker.tracked:
             by_id = {id(p): name for name, p in module.named_parameters()}
