@@ -103,15 +103,16 @@ class ParameterGradient:
         grad = self.p.grad
         if grad is None:
             self.unsynced, self.base = False, None
-        elif self.base is not None and grad._version != self.version:
+        elif self.unsynced and grad._version != self.version:
             if bool(grad.any()):
                 raise StateError.at(
                     WHERE,
                     argument=self.name,
-                    got="a .grad that was changed after a backward under no_sync, which added this worker's own "
-                    "part to a sum of earlier ones",
-                    need="a .grad that holds only one of the two, or is left unchanged",
-                    mend="optimizer.zero_grad() before no_sync; or change .grad after the sum",
+                    got="a .grad that was changed after a backward under no_sync: it holds this worker's own part, which "
+                    "is not summed yet, and so a norm of it was no norm of the sum",
+                    need="a .grad that is cleared or left unchanged until the sum",
+                    mend="change or clip .grad after a backward outside of no_sync; optimizer.zero_grad() drops what "
+                    "is not summed",
                 )
             self.base = None  # the user has cleared it
 

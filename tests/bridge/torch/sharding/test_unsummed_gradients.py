@@ -199,15 +199,25 @@ def test_a_closure_may_have_the_sum(make):
         assert_near(own, serial(x, x), 1e-4 if make == "another dtype" else 1e-10)
 
 
-def test_gradients_that_were_changed_before_the_sum():
+CHANGES = {
+    "halved": lambda p: p.grad.mul_(0.5),
+    "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.05),
+    "clipped by value": lambda p: torch.nn.utils.clip_grad_value_([p], 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("make", MODELS)
+def test_gradients_that_were_changed_before_the_sum(make, change):
+    """A norm of them is that of this worker's own part."""
     x = randn(6, 5)
 
     def main(worker):
-        model, _ = shard()(drawn(Net(), 2))
+        model, _ = MODELS[make](drawn(Net(), 2))
         with model.no_sync():
             loss_of(model, share(x, worker, 2)).backward()
         for p in model.parameters():
-            p.grad.mul_(0.5)
+            change(p)
         with pytest.raises(StateError, match="changed after a backward under no_sync"):
             loss_of(model, share(x, worker, 2)).backward()
 
