@@ -108,8 +108,8 @@ class ParameterGradient:
                 raise StateError.at(
                     WHERE,
                     argument=self.name,
-                    got="a .grad that was changed after a backward under no_sync: it holds this worker's own part, which "
-                    "is not summed yet, and so a norm of it was no norm of the sum",
+                    got="a .grad that was changed after a backward under no_sync: it holds this worker's own part, "
+                    "which is not summed yet, and so a norm of it was no norm of the sum",
                     need="a .grad that is cleared or left unchanged until the sum",
                     mend="change or clip .grad after a backward outside of no_sync; optimizer.zero_grad() drops what "
                     "is not summed",

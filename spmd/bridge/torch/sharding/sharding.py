@@ -31,7 +31,7 @@ from spmd.bridge.torch.sharding.unit import Unit
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT
 from spmd.bridge.torch.unsummed import take_down
-from spmd.bridge.torch.worker_context import assigned
+from spmd.bridge.torch.worker_context import WorkerContext, assigned
 from spmd.errors import DifferentiationError, MeshError
 from spmd.mesh import Worker
 from spmd.state import state_of
