@@ -120,7 +120,8 @@ def require_varying(where: str, x: Any, axis_name: AxisName, argument: str = "ax
             argument=argument,
             got=f"{describe(x)}, which is the same on all workers along {invariant!r}",
             need="an array whose blocks lie along this axis of the mesh",
-            mend=f"leave {without} out, or split the array in in_specs; of equal blocks spmd.pvary(x, {invariant!r})",
+            mend=f"leave {without} out, or split the array in in_specs; spmd.varying(x, {invariant!r}) of data that a "
+            f"worker made, spmd.pvary(x, {invariant!r}) of equal blocks",
         )
     return names
 

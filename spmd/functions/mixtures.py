@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd.autodiff import tree
+from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.staging.recorder import is_slot
 from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
@@ -54,17 +56,17 @@ def experts(
 ) -> Any:
     """A mixture of experts: each token is given to the k experts of its largest scores. Arrays of NumPy, CuPy, PyTorch.
 
-    x: this worker's tokens, (tokens, features); workers may have different numbers of them, or none. gate: their scores
-    for all experts, (tokens, experts), before any softmax. Both vary over axis_name.
+    x: this worker's tokens, (tokens, features), of which there may be none. gate: their scores for all experts,
+    (tokens, experts), before any softmax. Both vary over axis_name.
     fns: the experts of this worker, in the order of workers: functions of rows, (n, features) to (n, out_features).
     They may use collectives along other axes. Workers may have different numbers, or none: then what functions close
-    over, if it is differentiated, varies over axis_name. Or one function of (params of an expert, rows), and params, a
-    tree whose arrays count experts in dimension 0: so for order 2, or sums over axis_name, where a worker has none.
-    axis_name: the axes along which the experts lie; None: all of them are here.
-    k: how many experts a token is given to. Of equal scores the expert of the lowest index is chosen.
-    capacity: how many tokens an expert takes, of all workers together: the first in the order of workers and tokens,
-    whatever their choice; None: all. A choice that is not taken contributes zero.
-    token_axes: the axes that split the tokens among which capacity counts, major to minor; None: axis_name.
+    over, if it is differentiated, varies over axis_name. Or one function of (params of an expert, rows), or a list, and
+    params, a tree whose arrays count experts in dimension 0: so for order 2, or sums over axis_name, if one has none.
+    axis_name: the axes along which the experts lie; None: all are here. k: how many experts a token is given to. Of
+    equal scores the expert of the lowest index is chosen.
+    capacity: how many tokens an expert takes, of all workers together: the first in the order of workers and tokens;
+    None: all. A choice that is not taken contributes zero. token_axes: the axes that split the tokens among which
+    capacity counts, major to minor; None: axis_name.
     renormalize: whether weights are the softmax over the k chosen scores, as by Shazeer et al., GShard and Mixtral (of
     k=1 they are 1, and have no gradient); else the chosen entries of the softmax over all scores, as in Switch.
     out_features: of the results of experts; None: as x.
@@ -75,9 +77,8 @@ def experts(
     that go to other workers, and one back. A list of functions within a derivative in neither x nor gate costs one
     all-gather more. Backward: the same two exchanges.
     Raises SpecError and LayoutError for arguments that do not fit, StateError for x or gate that do not vary over
-    axis_name, JitError within spmd.jit. Source: Shazeer et al., "Outrageously large neural networks: The
-    sparsely-gated mixture-of-experts layer", 2017; Lepikhin et al., "GShard", 2021; Fedus, Zoph, Shazeer, "Switch
-    transformers", 2022; Jiang et al., "Mixtral of experts", 2024.
+    axis_name, JitError within spmd.jit. Source: Shazeer et al., "Outrageously large neural networks", 2017; Lepikhin et
+    al., "GShard", 2021; Fedus, Zoph, Shazeer, "Switch transformers", 2022; Jiang et al., "Mixtral of experts", 2024.
 
         >>> w = np.array([[[1.0]], [[10.0]], [[100.0]]])  # of three experts
         >>> def body(x, gate, w):
@@ -93,6 +94,7 @@ def experts(
     capacity = capacity if capacity is None else _checked_number(_EXPERTS, "capacity", capacity, 1)
     width = x.shape[1] if out_features is None else _checked_number(_EXPERTS, "out_features", out_features, 0)
     names = _split_axes(x, gate, axis_name)
+    x = _varied_as(x, [gate, *tree.leaves(params)])  # the rows that an expert gets differ as the scores do
     calls, lib = _calls(fns, params, x), local(x, "mixtures")
     best = best_experts(lib.scores(gate), k)
     routes, told = _routes(lib, gate, best, calls, names, capacity, token_axes)
@@ -118,6 +120,14 @@ def _checked_tokens(x: Any, gate: Any) -> tuple[Any, Any]:
             mend="gate = x @ w_gate, on this worker's tokens",
         )
     return x, gate
+
+
+def _flat_gate(where: str, gate: Any) -> Any:
+    """Scores of tokens, which lie in all dimensions but the last, as (tokens, experts)."""
+    gate = floating_operand(where, "gate", gate)
+    if global_value(gate) is None and gate.ndim > 2:
+        gate = namespace(gate).reshape(gate, (math.prod(gate.shape[:-1]), gate.shape[-1]))
+    return _checked_gate(where, gate)
 
 
 def _checked_gate(where: str, gate: Any) -> Any:
@@ -187,36 +197,42 @@ class _Calls(NamedTuple):
 
 
 def _calls(fns: Any, params: Any, x: Any) -> _Calls:
-    functions: list[Any] = [*fns] if params is None and isinstance(fns, Iterable) else [None]
-    if all(map(callable, functions)):
+    is_list = isinstance(fns, Iterable) and not callable(fns)
+    functions: list[Any] = [*fns] if is_list else [fns]
+    if params is None and is_list and all(map(callable, functions)):
         return _Calls(functions, [], functions)
     leaves, treedef = tree.flatten(params)
     lengths = {np.shape(value_of(leaf))[:1] for leaf in leaves}
-    if not callable(fns) or len(lengths) != 1 or () in lengths:
-        of_one = callable(fns) and bool(leaves)
-        raise SpecError.at(
-            _EXPERTS,
-            argument="params" if of_one else "fns",
-            got=f"arrays of shapes {[list(np.shape(value_of(a))) for a in leaves]}" if of_one else describe(fns),
-            need="arrays with one entry in the first dimension for each expert of this worker"
-            if of_one
-            else "a list of functions of rows, one for each expert of this worker; or one function of (params, rows), "
-            "and params",
-            mend="params=np.stack([...]) for each of them" if of_one else "fns=[fn] for one expert",
-        )
-    leaves = [_varied_as(leaf, x) for leaf in leaves]
+    callables = all(map(callable, functions))
+    if not callables or len(lengths) != 1 or not lengths <= ({(len(functions),)} if is_list else lengths - {()}):
+        raise _calls_error(fns, len(functions) if is_list else None, leaves if callables else [])
+    leaves, (count,) = [_varied_as(leaf, [x]) for leaf in leaves], lengths.pop()
     columns = [namespace(leaf).unstack(leaf) for leaf in leaves]
-    parts = [tree.unflatten(treedef, [c[e] for c in columns]) for e in range(*lengths.pop())]
-    return _Calls([_with_params(fns, part) for part in parts], leaves, [])
+    parts = [tree.unflatten(treedef, [c[e] for c in columns]) for e in range(count)]
+    functions = functions if is_list else functions * count
+    return _Calls([_with_params(fn, part) for fn, part in zip(functions, parts, strict=True)], leaves, [])
 
 
-def _varied_as(leaf: Any, x: Any) -> Any:
-    """Parameters in the state of the tokens: one sum over workers for all experts, however many are here."""
+def _calls_error(fns: Any, count: int | None, leaves: list[Any]) -> SpecError:
+    if leaves:
+        argument, mend = "params", "params=np.stack([...]) for each of them"
+        got = f"arrays of shapes {[list(np.shape(value_of(a))) for a in leaves]}"
+        got += "" if count is None else f" for {count} functions"
+        need = "arrays with one entry in the first dimension for each expert of this worker"
+    else:
+        argument, got, mend = "fns", describe(fns), "fns=[fn] for one expert"
+        need = "a list of functions of rows, one for each expert of this worker; or of (params, rows), and params"
+    return SpecError.at(_EXPERTS, argument=argument, got=got, need=need, mend=mend)
+
+
+def _varied_as(x: Any, others: Sequence[Any]) -> Any:
+    """x in the state of others too: one sum over workers for all experts, however many are here."""
     worker = WORKER.get()
     if worker is None or not worker.tracked:
-        return leaf
-    axes = varying_of(x, tuple(worker.mesh.axes))
-    return varied(leaf, [n for n in axes if n not in varying_of(leaf, axes)])
+        return x
+    axes = (*worker.mesh.axes,)
+    missing = {n for other in others for n in varying_of(other, axes)} - {*varying_of(x, axes)}
+    return varied(x, [n for n in axes if n in missing])
 
 
 def _with_params(fn: Callable[[Any, Any], Any], part: Any) -> Callable[[Any], Any]:
@@ -352,7 +368,7 @@ def _outputs(lib: Any, received: Any, calls: _Calls, loads: tuple[int, ...], wid
     if outs:
         return xp.concat(outs, axis=0) if len(outs) > 1 else outs[0]
     # Without experts here the backward sweep still has to come by: the other workers wait for it.
-    reached = [received, *(a for a in calls.leaves if dtype_of(a).kind in "fc")]
+    reached = [received, *(a for a in calls.leaves if kind_of_dtype(dtype_of(a)) in ("f", "c"))]
     return lib.nothing((0, width), received, reached, is_trained)
 
 
@@ -389,7 +405,7 @@ def _weights(lib: Any, gate: Any, best: np.ndarray, routes: Routes, renormalize:
 def load_balance_loss(gate: Any, axis_name: AxisName | None = None, k: int = 2) -> Any:
     """A loss that is least where the tokens of all workers are spread evenly over experts: 1 there. Any library.
 
-    gate: scores of this worker's tokens, (tokens, experts), before any softmax. axis_name: the axes that split the
+    gate: scores of this worker's tokens, (..., experts), before any softmax. axis_name: the axes that split the
     tokens; None: all are here. k: how many experts a token is given to, as in `experts`.
 
     Forward: E Σ_e f_e p_e, of E experts: f_e is the share of e among the k choices of all tokens, of which capacity
@@ -405,7 +421,7 @@ def load_balance_loss(gate: Any, axis_name: AxisName | None = None, k: int = 2) 
         (1.25, 1.0)
     """
     where = "spmd.functions.load_balance_loss"
-    gate = _checked_gate(where, gate)
+    gate = _flat_gate(where, gate)
     count = gate.shape[1]
     k = _checked_number(where, "k", k, 1, count, "experts")
     _refuse_recording(where, gate)
@@ -425,7 +441,7 @@ def load_balance_loss(gate: Any, axis_name: AxisName | None = None, k: int = 2) 
 def router_z_loss(gate: Any, axis_name: AxisName | None = None) -> Any:
     """A loss that keeps scores small: the mean over the tokens of all workers of logsumexp(gate)². Any library.
 
-    gate: scores of this worker's tokens, (tokens, experts), before any softmax. axis_name: the axes that split the
+    gate: scores of this worker's tokens, (..., experts), before any softmax. axis_name: the axes that split the
     tokens; None: all are here. The result is Invariant there; of no tokens it is NaN.
 
     Cost: one all-reduce of two numbers. Raises SpecError and LayoutError for other arrays, StateError for a gate that
@@ -438,6 +454,6 @@ def router_z_loss(gate: Any, axis_name: AxisName | None = None) -> Any:
         PartitionedArray(4.66666667, dtype=float64, spec=P())
     """
     where = "spmd.functions.router_z_loss"
-    gate = _checked_gate(where, gate)
+    gate = _flat_gate(where, gate)
     z = local(gate, "mixtures").logsumexp(gate)
     return reduced(where, z * z, None, "mean", axis_name, argument="axis_name")

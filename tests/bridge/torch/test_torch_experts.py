@@ -109,6 +109,71 @@ def test_training_the_layer_is_training_on_one_worker(double, axes):
             close(state[name.replace(".", "__")][e], own.detach())
 
 
+class Scaled(nn.Module):
+    """An expert whose attributes say what it computes."""
+
+    def __init__(self, scale: float, function):
+        super().__init__()
+        self.linear, self.scale, self.function = nn.Linear(4, 4), scale, function
+        self.dropout = nn.Dropout(0.9)
+
+    def forward(self, x):
+        return self.scale * self.dropout(self.function(self.linear(x)))
+
+
+def differing_experts() -> list[nn.Module]:
+    """Other attributes, other hooks; a part that is not in training."""
+    experts = [Scaled(1.0, torch.tanh), Scaled(2.0, torch.relu), Scaled(3.0, torch.sin)]
+    for e, expert in enumerate(experts):
+        expert.dropout.eval()
+        expert.register_forward_hook(lambda module, inputs, output, e=e: output + e)
+    return experts
+
+
+def tied_experts() -> list[nn.Module]:
+    """Experts of two layers with one weight."""
+    experts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)]
+    for expert in experts:
+        expert[2].weight = expert[0].weight
+    return experts
+
+
+@pytest.mark.parametrize("make_experts", [differing_experts, tied_experts])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_each_expert_is_the_module_that_was_given(double, make_experts, n):
+    experts, gate, x = make_experts(), nn.Linear(4, 3), torch.randn(9, 4)
+
+    def body(x):
+        own_gate = copy.deepcopy(gate)
+        layer = spt.nn.Experts(experts, own_gate, "e")
+        found = layer(x)
+        spt.psum((found**2).sum(), "e").backward()
+        layer.eval()
+        return found.detach(), layer(x).detach(), own_gate.weight.grad
+
+    y, again, grad = spt.map(body, P("e"), (P("e"), P("e"), P()), mesh=spmd.Mesh(e=n, transport="local"))(x)
+    best, indices = gate(x).topk(2, -1)
+    weights = torch.zeros(9, 3).scatter(1, indices, best.softmax(-1))
+    expected = sum(weights[:, e : e + 1] * expert(x) for e, expert in enumerate(experts))
+    (expected**2).sum().backward()
+    close(y, expected.detach())
+    close(again, expected.detach())
+    close(grad, gate.weight.grad)
+
+
+def test_losses_take_the_scores_of_the_layer(double):
+    experts, gate = make(3)
+    x = torch.randn(4, 5, 4)
+
+    def body(x):
+        _, scores = spt.nn.Experts(experts, gate, "e")(x, with_scores=True)
+        return spt.functions.load_balance_loss(scores, "e"), spt.functions.router_z_loss(scores, "e")
+
+    found, alone = (spt.map(body, P("e"), P(), mesh=spmd.Mesh(e=n))(x) for n in (2, 1))
+    for loss, expected in zip(found, alone, strict=True):
+        close(loss.detach(), expected.detach())
+
+
 def test_frozen_gates_train_experts_where_some_workers_have_none(double):
     """Neither tokens nor scores are differentiated: only workers with experts know that there is a backward pass."""
     experts, gate = make(2)
