@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,13 @@ def test_what_there_is_no_schedule_for():
     ):
         with pytest.raises(SpecError, match=text):
             schedule_of(*arguments)
+
+
+def test_the_table_of_the_page():
+    """docs/how_to/pipelines.md compares schedules of 4 workers and 8 microbatches."""
+    page = (Path(__file__).parents[2] / "docs/how_to/pipelines.md").read_text("utf-8")
+    for name, virtual in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
+        schedule = schedule_of(name, 4, 8, virtual)
+        whole = makespan(schedule, 1 / virtual, 2 / virtual, 1 / virtual)
+        kept = " ".join(f"{alive(schedule, worker) / virtual:g}" for worker in range(4))
+        assert f'| `"{name}"` | {whole:g} | {1 - 24 / whole:.0%} | {kept} |' in page
