@@ -393,7 +393,8 @@ def takes_over(kind: type) -> bool:
 
 def is_elsewhere(kind: type) -> bool:
     """Whether arrays of a class are recorded by another library, for its own derivatives."""
-    return hasattr(kind, "__torch_function__") or kind.__module__.partition(".")[0] in ("jax", "jaxlib")
+    of_torch = hasattr(kind, "__torch_function__") and hasattr(kind, "requires_grad")  # not a handle that refuses both
+    return of_torch or kind.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def joined(arrays) -> list[Any]:

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -29,10 +30,11 @@ from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.mesh import WORKER, Worker, here
 from spmd.operators.blocks import owned_block
+from spmd.operators.elsewhere import Elsewhere, Rooted, rooted
 from spmd.operators.messages import dtype_from_json, dtype_to_json
 from spmd.operators.partial_comm import PartialComm, whole_comm
 from spmd.operators.reduce import AxisName, _names
-from spmd.operators.root import Keep, Rooted, rooted
+from spmd.operators.root import Keep
 from spmd.operators.sums import Vary
 from spmd.state import REPLICAS, state_of
 from spmd.tracebacks import shorten
@@ -49,6 +51,7 @@ __all__ = [
     "is_array",
     "refuse_program",
     "result_spec",
+    "root_axes",
     "spec_from_json",
 ]
 
@@ -117,7 +120,7 @@ def refuse_program(worker: Worker, where: str) -> None:
 
 def is_array(leaf) -> bool:
     known = type(leaf) in (Rooted, Array) or isinstance(leaf, np.ndarray) or on_device(leaf)
-    return known or hasattr(leaf, "__spmd_describe__")
+    return known or hasattr(leaf, "__spmd_describe__") or frontend(leaf) is not None
 
 
 class ResultSpec(NamedTuple):
@@ -307,7 +310,7 @@ def result_spec(x) -> ResultSpec:
     return ResultSpec(np.shape(_data(x)), dtype_to_json(_data(x).dtype), tuple(varying))
 
 
-def root_axes(worker: Worker) -> tuple[str, ...]:
+def root_axes(worker: Worker | None) -> tuple[str, ...]:
     """The axes along which a worker acts alone, in a function that only the root runs."""
     return worker.axes if isinstance(worker, LoneWorker) else ()
 
@@ -348,7 +351,7 @@ def encoded(out, worker: Worker, where: str = _WHERE, argument: str = "result of
             return [type(x).__name__, [of(a) for a in x]]
         if _is_named_tuple(type(x)):
             return [f"{type(x).__module__}:{type(x).__qualname__}", [of(a) for a in x]]
-        if type(x) is dict and all(type(k) in (str, int, bool) for k in x):
+        if type(x) in (dict, OrderedDict) and all(type(k) in (str, int, bool) for k in x):
             return ["dict", [[k, of(a)] for k, a in x.items()]]
         leaves.append(_leaf(x, worker, where, argument))
         return 0
@@ -360,6 +363,14 @@ def _leaf(x, worker: Worker, where: str, argument: str):
     if frontend(x) is not None:
         return x
     data = x
+    if isinstance(x, Elsewhere):
+        raise StateError.at(
+            where,
+            argument=argument,
+            got=describe(x),
+            need="arrays of the worker that runs f",
+            mend="make it outside of f, and pass it: spmd.remote(f, at=k)(x)",
+        )
     if type(x) is not Array and not on_device(x):
         need = "arrays, numbers and None, in tuples, lists and dicts with keys that are strings or integers"
         otherwise = "return the arrays; what else is needed on all workers, let all of them compute"

@@ -13,9 +13,9 @@ from spmd.errors import LayoutError
 from spmd.mesh import here
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator, each_leaf
+from spmd.operators.elsewhere import Rooted, dtype_of, rooted
 from spmd.operators.memo import interned
 from spmd.operators.reduce import AxisName, _names
-from spmd.operators.root import Rooted, dtype_of, rooted
 from spmd.operators.sums import unmoved
 from spmd.state import ROOTED, State, state_of
 from spmd.transport.call import Group, Pair, Shape

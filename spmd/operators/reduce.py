@@ -28,7 +28,7 @@ from spmd.operators.blocks import owned_block
 from spmd.operators.memo import interned
 from spmd.operators.sums import Sum, Vary, reduce_to_all
 from spmd.operators.terms import warn_of_summed_gradient
-from spmd.operators.varying import vary, verify
+from spmd.operators.varying import vary, verify_one_value
 from spmd.spellings import closest
 from spmd.state import INVARIANT, state_of
 from spmd.tracebacks import shorten
@@ -147,8 +147,7 @@ def reduced_axes(x, names: tuple[str, ...], where: str) -> tuple[str, ...]:
     over = varying_of(x, names)
     rest = tuple(n for n in names if n not in over)
     if rest:
-        other = frontend(x)
-        verify(value_of(x) if other is None else other.data(x), rest, where)
+        verify_one_value(x, rest, where)
     return over
 
 

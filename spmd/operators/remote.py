@@ -11,16 +11,16 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, SpecError, StateError, describe
+from spmd.errors import LayoutError, MeshError, SpecError, StateError, describe
 from spmd.frontends import frontend
-from spmd.mesh import Worker, here
+from spmd.mesh import WORKER, Worker, here
 from spmd.operators.apply import operate
 from spmd.operators.at_root import (
     ResultSpec,
@@ -30,14 +30,17 @@ from spmd.operators.at_root import (
     is_array,
     refuse_program,
     result_spec,
+    root_axes,
     spec_from_json,
 )
+from spmd.operators.elsewhere import Elsewhere, Rooted, as_written, dtype_of, rooted
 from spmd.operators.memo import interned
 from spmd.operators.messages import dtype_from_json, packed, unpacked
 from spmd.operators.move import Move
 from spmd.operators.partial_comm import whole_comm
 from spmd.operators.reduce import AxisName, _names
-from spmd.operators.root import Keep, Rooted, dtype_of, rooted
+from spmd.operators.root import Keep
+from spmd.operators.varying import verify_one_value
 from spmd.state import State, state_of
 from spmd.transport.call import Call, Group, Pair
 from spmd.transport.handles import read_only
@@ -62,7 +65,7 @@ class _Content(NamedTuple):
     varying: tuple[str, ...]
 
 
-class Future:
+class Future(Elsewhere):
     """The result of a remote call, which one worker holds: see `spmd.remote`.
 
     axes, at: the axes, and the place along them of the worker that holds it. It is an argument of other remote calls.
@@ -75,18 +78,35 @@ class Future:
         10.0
     """
 
-    __slots__ = ("_block", "_content", "_error", "_result", "at", "axes")
+    __slots__ = ("_block", "_content", "_error", "_result", "_sides", "at", "axes")
+    as_rooted: ClassVar[str] = "x.result(), its value as Rooted values"
 
-    def __init__(self, axes: tuple[str, ...], at: int, block: Any, content: _Content | None, error: Exception | None):
-        self.axes, self.at = axes, at
-        self._block, self._content, self._error = block, content, error
+    def __init__(self, worker: Worker, axes: tuple[str, ...], at: int, block: Any, content: _Content | None):
+        self.axes, self.at, self._sides = axes, at, worker.mesh.sides
+        self._block, self._content = block, content
+        self._error: Exception | None = None
         self._result: tuple[Any] | None = None
 
     def __spmd_describe__(self) -> str:
         return f"a future at {self.at} along {', '.join(self.axes)}"
 
-    def __repr__(self) -> str:
-        return f"<{self.__spmd_describe__()}>"
+    def _mend(self) -> str:
+        at = f"{as_written(self.axes)}, {self.at}"
+        return (
+            f"spmd.replicate(x.result(), {at}) gives the value to all; spmd.remote(f, at={self.at})(x) computes there"
+        )
+
+    def _here(self, where: str) -> Worker:
+        """This worker, if it is of the mesh on which the call was made."""
+        worker = WORKER.get()
+        if worker is None or worker.mesh.sides != self._sides:
+            raise MeshError.at(
+                where,
+                got=f"{describe(self)}, asked {'outside of any body' if worker is None else f'on {worker.mesh}'}",
+                need="the body in which the call was made, which has not ended",
+                mend=f"return spmd.replicate(future.result(), {as_written(self.axes)}, {self.at}) from that body",
+            )
+        return worker
 
     def result(self) -> Any:
         """What the function returned, its arrays and numbers as Rooted values. All workers of the axes call it, and
@@ -107,7 +127,7 @@ class Future:
         return self._result[0]
 
     def _asked(self, frame: FrameType) -> Any:
-        worker = here("spmd.Future.result")
+        worker = self._here("spmd.Future.result")
         call = RootCall(worker.group(self.axes), self.axes, self.at, frame, None, "remote")
         if self._error is not None:
             call.report_error(self._error)
@@ -142,7 +162,7 @@ class Future:
             ...     spmd.map(body, P(), P())(np.arange(4.0)).numpy()
             array([0., 1., 3., 6.])
         """
-        worker, frame = here("spmd.Future.to"), sys._getframe(1)
+        worker, frame = self._here("spmd.Future.to"), sys._getframe(1)
         group = worker.group(self.axes)
         _check_place("spmd.Future.to", "place", place, group)
         return self._at(place, worker, frame)
@@ -161,7 +181,7 @@ class Future:
         block = operate(interned(Move, self.axes, self.at, place), block, frame)
         if receives and content is not None:
             block = _in_state(block, state_of(content.varying), worker)
-        return Future(self.axes, place, block, content if receives else None, None)
+        return Future(worker, self.axes, place, block, content if receives else None)
 
     def _held(self) -> _Content:
         assert self._content is not None
@@ -201,7 +221,8 @@ def remote(f: Callable[..., Any], *, at: int, axis_name: AxisName | None = None)
     Returns a function of arguments, which all workers of the axes call, and which returns a `Future` at once: only the
     worker at that place runs f, before it goes on. Its arguments: futures and Rooted values from any place, which are
     taken there, Invariant arrays, and pytrees of them; f gets the arrays, of a future what f returned there. Numbers,
-    strings and the like, equal on all workers, pass as they are. `future.result()` gives Rooted values, `future.to(k)`
+    strings and the like, equal on all workers, pass as they are. f may close over data that its worker alone has.
+    `future.result()` gives Rooted values, `future.to(k)`
     takes a result to another place, and a future is an argument of other remote calls: no worker waits for a result
     that it neither runs, nor takes, nor asks for.
 
@@ -212,7 +233,8 @@ def remote(f: Callable[..., Any], *, at: int, axis_name: AxisName | None = None)
     An error that f raises is raised by `result()`, on all workers; where it is not asked for, when the result is taken
     to another place, or at the end of the map.
     Raises LayoutError for a place out of range, SpecError without axis_name on a mesh of several axes, StateError for
-    arrays that vary along the axes, ClosureError as `at_root`, JitError within spmd.jit.
+    arrays that vary along the axes, ReplicaError for bare ones that differ, ClosureError as `at_root`, JitError within
+    spmd.jit.
 
         >>> def body(w, x):
         ...     def loss(w):
@@ -229,16 +251,24 @@ def remote(f: Callable[..., Any], *, at: int, axis_name: AxisName | None = None)
             _WHERE, argument="f", got=describe(f), need="a function", mend="spmd.remote(f, at=k)(x), not f(x)"
         )
 
-    def call(*xs: Any) -> Future:
-        return _call(f, at, axis_name, xs, sys._getframe(1))
+    def call(*args: Any, **options: Any) -> Future:
+        return _call(f, at, axis_name, (args, options), sys._getframe(1))
 
     return call
 
 
-def _call(f: Callable[..., Any], at: int, axis_name: AxisName | None, xs: tuple[Any, ...], frame: FrameType) -> Future:
+def _call(f: Callable[..., Any], at: int, axis_name: AxisName | None, xs: tuple, frame: FrameType) -> Future:
     worker = here(_WHERE)
     refuse_program(worker, _WHERE)
     names = _axes(worker, axis_name)
+    alone = [n for n in names if n in root_axes(worker)]
+    if alone:
+        raise StateError.at(
+            _WHERE,
+            got=f"a call within a function that one worker along {alone[0]!r} runs alone",
+            need="a call that all workers of the axes make",
+            mend="make both calls outside, and pass a future: spmd.remote(f, at=j)(spmd.remote(g, at=k)(x))",
+        )
     group = worker.group(names)
     _check_place(_WHERE, "at", at, group)
     leaves, treedef = tree.flatten(xs)
@@ -251,7 +281,8 @@ def _call(f: Callable[..., Any], at: int, axis_name: AxisName | None, xs: tuple[
         full = list(arrived)
         for k, block in zip(places, blocks, strict=True):
             full[k] = arrived[k]._value(block, call.worker) if type(arrived[k]) is Future else block
-        structure, outs = encoded(f(*tree.unflatten(treedef, full)), call.worker)
+        args, options = tree.unflatten(treedef, full)
+        structure, outs = encoded(f(*args, **options), call.worker, _WHERE)
         content, entries = _joined(structure, [call.without_axes(x) for x in outs], call.worker)
         contents.append(content)
         return [entries]
@@ -269,7 +300,9 @@ def _call(f: Callable[..., Any], at: int, axis_name: AxisName | None, xs: tuple[
     other = worker.frontend
     if other is not None:
         block = other.differentiated(other.tied(call.without_axes(block), blocks))
-    return Future(names, at, block, contents[-1] if contents else None, error)
+    future = Future(worker, names, at, block, contents[-1] if contents else None)
+    future._error = error
+    return future
 
 
 def _axes(worker: Worker, axis_name: AxisName | None) -> tuple[str, ...]:
@@ -303,7 +336,7 @@ def _arrived(leaf: Any, names: tuple[str, ...], at: int, worker: Worker, frame: 
             argument="x",
             got=describe(leaf),
             need=f"a value at a place along {' and '.join(map(repr, names))}",
-            mend=f"axis_name={leaf.axes!r}",
+            mend=f"axis_name={as_written(leaf.axes)}",
         )
     if type(leaf) is Future:
         return leaf._at(at, worker, frame)
@@ -323,9 +356,11 @@ def _arrived(leaf: Any, names: tuple[str, ...], at: int, worker: Worker, frame: 
             argument="x",
             got=describe(leaf),
             need=f"an array that is Invariant along {' and '.join(map(repr, names))}, a Rooted value, or a future",
-            mend="spmd.gather or spmd.sum_reduce make a Rooted value of blocks that vary",
+            mend="spmd.gather or spmd.sum_reduce make a Rooted value of blocks that vary, spmd.keep of bare data that "
+            "one worker knows",
         )
     block = operate(interned(Keep, names, at), leaf, frame)
+    verify_one_value(leaf, names, _WHERE)
     return Rooted(block, tuple(np.shape(leaf)), dtype_of(block), names, at)
 
 
@@ -349,7 +384,7 @@ def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
     try:
         return np.result_type(*dtypes)
     except TypeError:  # float16 and bfloat16, say
-        return np.dtype(np.float64)
+        return np.dtype(np.complex128 if any(kind_of_dtype(d) == "c" for d in dtypes) else np.float64)
 
 
 def _namespace(x: Any) -> Any:
@@ -368,9 +403,11 @@ def _constant(x: Any) -> Any:
 
 def _cast(x: Any, dtype: np.dtype) -> Any:
     other = frontend(x)
-    if other is not None:
-        return x if other.dtype(x) == dtype else other.cast(x, dtype)
-    return x if x.dtype == dtype else x.astype(dtype)
+    have = x.dtype if other is None else other.dtype(x)
+    if have == dtype:
+        return x
+    x = x.real if kind_of_dtype(have) == "c" != kind_of_dtype(dtype) else x
+    return x.astype(dtype) if other is None else other.cast(x, dtype)
 
 
 def _in_state(x: Any, state: State, worker: Worker) -> Any:

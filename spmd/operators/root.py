@@ -12,7 +12,7 @@ import numpy as np
 
 from spmd.autodiff import tree
 from spmd.autodiff.tracer import Array
-from spmd.errors import LayoutError, MissingMethodError, StateError, describe, message
+from spmd.errors import LayoutError, describe
 from spmd.frontends import frontend
 from spmd.kernels import on_device
 from spmd.layout import Layout
@@ -20,6 +20,7 @@ from spmd.mesh import here
 from spmd.operators.apply import operate
 from spmd.operators.base import Operator, each_leaf
 from spmd.operators.blocks import owned_block
+from spmd.operators.elsewhere import Rooted, dtype_of, rooted
 from spmd.operators.memo import interned, rebound
 from spmd.operators.reduce import AxisName, _names
 from spmd.operators.splitting import agree, check_length, cuts, given_sizes, normal_axis, split_at
@@ -46,57 +47,6 @@ __all__ = [
     "scatter",
     "sum_reduce",
 ]
-
-
-class Rooted:
-    """A handle on a value that one worker along some axes holds; the others hold a zero-volume block.
-
-    shape, dtype: of the value, known to all. axes, root: who holds it: the worker at place `root` along `axes`.
-    Only collectives take it. Mixing it with arrays is an error.
-    """
-
-    __slots__ = ("axes", "block", "dtype", "root", "shape")
-
-    def __init__(self, block: Any, shape: tuple[int, ...], dtype, axes: tuple[str, ...], root: int):
-        self.block = block
-        self.shape = shape
-        self.dtype = dtype
-        self.axes = axes
-        self.root = root
-
-    def holding(self, block) -> Rooted:
-        """This handle on another block: the same value on another level of differentiation."""
-        return Rooted(block, self.shape, self.dtype, self.axes, self.root)
-
-    def is_held_as(self, other: Rooted) -> bool:
-        """Whether the same workers hold both."""
-        return (self.axes, self.root) == (other.axes, other.root)
-
-    def __spmd_describe__(self) -> str:
-        return f"Rooted({self.root} along {', '.join(self.axes)}) value {self.dtype}{list(self.shape)}"
-
-    def __repr__(self) -> str:
-        return f"<{self.__spmd_describe__()}>"
-
-    def _refusal(self, where: str) -> str:
-        return message(
-            where,
-            got=describe(self),
-            need="a value that this worker has",
-            mend="spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
-        )
-
-    def _refuse(self, *args: object, **kwargs: object):
-        raise StateError(self._refusal("an operation on arrays"))
-
-    def __getattr__(self, name: str):
-        if name.startswith("_") or not hasattr(np.ndarray, name):
-            raise AttributeError(f"'Rooted' object has no attribute {name!r}")
-        raise MissingMethodError(self._refusal(f"x.{name}"))
-
-    __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __bool__ = __float__ = __int__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 @dataclass(frozen=True)
@@ -347,11 +297,6 @@ class Gather(_InPieces):
         return interned(Scatter, self.axes, self.root, self.axis, self.sizes)
 
 
-def dtype_of(block) -> Any:
-    """The dtype of a value, as its library names it."""
-    return block.dtype if frontend(block) is not None else np.result_type(getattr(block, "dtype", block))
-
-
 def _to_root(op: _AtRoot, x):
     frame = sys._getframe(2)
 
@@ -371,21 +316,6 @@ def _from_root(kind: type[_FromRoot], x, axis_name: AxisName, root: int):
     return each_leaf(lambda leaf, at: operate(at(op), rooted(leaf, names, root, where).block, frame), x)
 
 
-def rooted(x, names: tuple[str, ...], root: int, where: str, argument: str = "root") -> Rooted:
-    """x, a value that is Rooted there, or an error. argument: the one that says where."""
-    if type(x) is not Rooted or x.axes != names or x.root != root:
-        raise StateError.at(
-            f"spmd.{where}",
-            argument="x",
-            got=describe(x),
-            need=f"a value that is Rooted({root}) along {' and '.join(map(repr, names))}",
-            mend=f"spmd.{where}(x, {(*x.axes,)!r}, {argument}={x.root})"
-            if type(x) is Rooted
-            else "spmd.keep(x, axis_name, root) or spmd.sum_reduce(x, axis_name, root) make one",
-        )
-    return x
-
-
 def sum_reduce(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """The sum of x over the workers along axis_name, at the one at place `root`.
 
@@ -402,7 +332,8 @@ def sum_reduce(x: Any, axis_name: AxisName, root: int = 0) -> Any:
 def keep(x: Any, axis_name: AxisName, root: int = 0) -> Any:
     """One value that all workers along axis_name have, kept by the one at place `root`.
 
-    Forward (I -> Rooted): y_root = x; nothing moves. Adjoint: `replicate`. Raises StateError for an array that varies.
+    Forward (I -> Rooted): y_root = x; nothing moves, and bare data of others are dropped. Adjoint: `replicate`. Raises
+    StateError for an array that varies.
 
         >>> with spmd.Mesh(x=2):
         ...     spmd.map(lambda x: repr(spmd.keep(x, "x")), P(), None)(np.ones(3))

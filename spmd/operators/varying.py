@@ -14,7 +14,7 @@ from spmd.autodiff import tracer, tree
 from spmd.autodiff.admission import admit
 from spmd.autodiff.allocation import writable
 from spmd.autodiff.staging.recorder import is_slot
-from spmd.autodiff.tracer import Array, Mixing
+from spmd.autodiff.tracer import Array, Mixing, value_of
 from spmd.device import copied
 from spmd.errors import ClosureError, DifferentiationError, StateError, all_of, axes_of, describe, one_or_all
 from spmd.frontends import frontend
@@ -196,6 +196,14 @@ def verify(value: Any, axes: tuple[str, ...], where: str, argument: str = "x") -
     worker = here(where)
     if value is not None and worker.tracked:
         _verify(worker, value, axes, where, argument, source_of(sys._getframe(1)))
+
+
+def verify_one_value(x: Any, axes: tuple[str, ...], where: str, argument: str = "x") -> None:
+    """The same of an array of a body of any library, or a number, which is Invariant along these axes."""
+    other = frontend(x)
+    value = value_of(x) if other is None else other.data(x)
+    if isinstance(value, _NUMERIC) or is_slot(value):
+        verify(value, axes, where, argument)
 
 
 def _verify(worker: Worker, value: Any, axes: tuple[str, ...], where: str, argument: str, source: Source) -> None:

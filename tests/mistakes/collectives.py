@@ -63,7 +63,7 @@ SUMS = [
         "spmd.move: argument x",
         "Rooted(0 along data) value",
         "a value that is Rooted(1) along 'data'",
-        "spmd.move(x, ('data',), source=0)",
+        "source=0, where it is; or spmd.move(x, 'data', 0, 1) first",
     ),
     Row(
         "remote call of a result",
@@ -112,7 +112,7 @@ SUMS = [
         "spmd.remote: argument x",
         "a future at 0 along model",
         "a value at a place along 'data'",
-        "axis_name=('model',)",
+        "axis_name='model'",
     ),
     Row(
         "a future taken to no place",
@@ -463,7 +463,7 @@ ROOTED = [
         "an operation on arrays",
         "Rooted(0 along data) value float64[3, 2]",
         "a value that this worker has",
-        "spmd.replicate(x, axis_name) makes it Invariant, spmd.broadcast(x, axis_name) Varying",
+        "spmd.replicate(x, 'data', 0) makes it Invariant, spmd.broadcast(x, 'data', 0) Varying",
     ),
     *(
         Row(
@@ -535,7 +535,7 @@ ROOTED = [
         "spmd.broadcast: argument x",
         "Rooted(1 along data)",
         "Rooted(0) along 'data'",
-        ", root=1)",
+        "root=1, where it is; or spmd.move(x, 'data', 1, 0) first",
     ),
     Row(
         "replicate along another axis",
@@ -544,7 +544,7 @@ ROOTED = [
         "spmd.replicate: argument x",
         "Rooted(0 along data)",
         "Rooted(0) along 'model'",
-        "spmd.replicate(x, ('data',), root=0)",
+        "axis_name='data', root=0, where it is",
     ),
     *(
         Row(

@@ -12,7 +12,7 @@ import spmd
 from mistakes import Row
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.errors import LayoutError, SpecError, StateError
+from spmd.errors import LayoutError, ReplicaError, SpecError, StateError
 
 WHERE = "spt.pipeline: argument "
 X = torch.ones(4, 2)
@@ -250,3 +250,15 @@ ROWS = [
         ),
     )
 ]
+
+ROWS.append(
+    Row(
+        "pipeline: a batch that each worker made",
+        made(use=lambda step, x: step.backward(torch.ones(4, 2) * spt.worker_index("stage"))),
+        ReplicaError,
+        "spt.pipeline at ",
+        "differs between worker",
+        "one value on all workers along 'stage'",
+        "spmd.varying(a, 'stage')",
+    )
+)

@@ -15,7 +15,7 @@ import spmd
 from mistakes import Row
 from spmd import P
 from spmd.bridge import torch as spt
-from spmd.errors import LayoutError, MeshError, SpecError, StateError
+from spmd.errors import LayoutError, MeshError, MissingMethodError, SpecError, StateError
 
 T = torch.arange(12.0).reshape(6, 2)
 AXES = {"data": 2, "model": 2}
@@ -24,6 +24,13 @@ AXES = {"data": 2, "model": 2}
 def body(use: Callable[[Any], Any], *, check: bool = True) -> Callable[[], Any]:
     """A call of a function in a body, with the rows of T as a global tensor."""
     return lambda: spt.map(lambda: use(spt.put(T.clone(), P("data"))), (), None, check=check)()
+
+
+def used_by_one() -> None:
+    """Its gradient would be that of one worker."""
+    net = nn.Linear(2, 1)
+    at_one = lambda x: spt.replicate(spt.remote(lambda x: net(x).sum(), at=1, axis_name="data")(x).result(), "data", 1)
+    spt.map(at_one, P(), P())(T).backward()
 
 
 def of_block(use: Callable[[Any], Any], *, check: bool = True) -> Callable[[], Any]:
@@ -192,9 +199,43 @@ ROWS = [
         "torch's ", "'meta' for a sharded tensor", "whose device is 'cpu'", "x.whole().to(device)"),
     Row("experts that are no modules", body(lambda x: spt.nn.Experts([torch.tanh], nn.Identity(), "data")), SpecError,
         "spt.nn.Experts: argument experts", "list [", "a list of modules", "make_expert() for"),
-    Row("experts of two architectures",
-        body(lambda x: spt.nn.Experts([nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())], nn.Identity(), "data")),
-        LayoutError, "spt.nn.Experts: argument experts", "ReLU", "one architecture", "modules of this worker"),
+    *(
+        Row(f"experts {name}", body(lambda x, make=make: spt.nn.Experts(make(), nn.Identity(), "data")),
+            LayoutError, "spt.nn.Experts: argument experts", got, need, mend)
+        for name, make, got, need, mend in (
+            ("of two architectures", lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)],
+                "'bias'", "the same names, shapes and dtypes", "modules of this worker"),
+            ("without parameters", lambda: [nn.ReLU(), nn.ReLU()],
+                "parameters {}", "the same names, shapes and dtypes", "modules of this worker"),
+            ("of two dtypes", lambda: [nn.Linear(2, 2), nn.Linear(2, 2).half()],
+                "float16", "the same names, shapes and dtypes", "modules of this worker"),
+            ("of which one is frozen", lambda: [nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)],
+                "requires_grad=False", "all trained, or all frozen", "modules of this worker"),
+            ("that are one module", lambda: [nn.Linear(2, 2)] * 2,
+                "share a parameter", "parameters of their own", "copy.deepcopy(expert)"),
+        )
+    ),
+    Row("experts with a tensor as gate", body(lambda x: spt.nn.Experts([nn.Linear(2, 2)], T, "data")), SpecError,
+        "spt.nn.Experts: argument gate", "Tensor", "a module that gives scores", "nn.Linear(features, 1"),
+    Row("experts with scores of others",
+        of_block(lambda x: spt.nn.Experts([nn.Linear(2, 2)], nn.Identity(), "data")(x)), LayoutError,
+        "spt.nn.Experts: argument gate", "a module that gives", "scores of 1 experts", "nn.Linear(features, 1"),
+    Row("experts outside of bodies", lambda: spt.nn.Experts([nn.Linear(2, 2)], nn.Identity(), "data"), MeshError,
+        "spt.nn.Experts", "outside of any body", "a worker", "spt.nn.Experts(...)"),
+    *(
+        Row(f"a Rooted tensor, {name}", of_block(lambda x, use=use: use(spt.sum_reduce(x.sum(), "data"))), error, head,
+            "Rooted(0 along data)", "a value that this worker has", "spmd.replicate(x, 'data', 0)")
+        for name, use, error, head in (
+            ("backward", lambda r: r.backward(), MissingMethodError, "x.backward"),
+            ("in torch.stack", lambda r: torch.stack([r]), StateError, "an operation on arrays"),
+            ("in torch.sum", torch.sum, StateError, "an operation on arrays"),
+        )
+    ),
+    Row("at_root with a plain tensor",
+        of_block(lambda x: spt.at_root(torch.sum, torch.ones(2), axis_name="data")), StateError,
+        "spmd.at_root: argument x", "Tensor", "Rooted(0) along 'data'", "spmd.keep(x, axis_name, root)"),
+    Row("a parameter from outside that one worker uses", used_by_one, StateError,
+        "argument f", "which some workers use alone", "leaves that all workers use", "backward in the body"),
     Row("experts with buffers", body(lambda x: spt.nn.Experts([nn.BatchNorm1d(2)], nn.Identity(), "data")), LayoutError,
         "spt.nn.Experts: argument experts", "the buffer 'running_mean'", "modules without buffers",
         "modules of this worker"),

@@ -7,7 +7,7 @@ import numpy as np
 import spmd
 from mistakes import EVEN, D, Row, X, run
 from spmd import P
-from spmd.errors import ClosureError, DifferentiationError, LayoutError, MeshError, SpecError, StateError
+from spmd.errors import ClosureError, DifferentiationError, LayoutError, MeshError, ReplicaError, SpecError, StateError
 
 SPECS = "spmd.training.shard_specs"
 
@@ -480,6 +480,10 @@ def parameters_at_another_worker(step, x, target):
     return step.value_and_grad([w, w], x, target)[0]
 
 
+def own_batches(step, x, target):
+    return step.value_and_grad([2.0, 2.0], np.ones((2, 2)) * spmd.worker_index("model"), np.ones((2, 2)))[0]
+
+
 PIPELINES = [
     Row(f"pipeline: {name}", call, error, f"{PIPELINE}: argument {argument}" if argument else PIPELINE, got, need, mend)
     for name, call, error, argument, got, need, mend in (
@@ -648,5 +652,17 @@ PIPELINES = [
     )
 ]
 
+
+PIPELINES.append(
+    Row(
+        "pipeline: a batch that each worker made",
+        piped(body=own_batches),
+        ReplicaError,
+        f"{PIPELINE} at ",
+        "differs between worker",
+        "one value on all workers along 'model'",
+        "spmd.varying(a, 'model')",
+    )
+)
 
 ROWS = [*SHARD_SPECS, *SHARDED, *GATHERED_UNITS, *ACCUMULATED, *PIPELINES]

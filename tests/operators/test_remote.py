@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+import warnings
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -221,6 +223,24 @@ def test_what_a_call_costs():
 
 class Own(Exception):
     """An error of this module."""
+
+
+def test_results_keep_their_dtypes_on_every_way(scheduler):
+    """Whatever is beside them; complex numbers too."""
+    dtypes = ["float16", "float32", "float64", "complex64", "complex128", "int8", "bool"]
+    x = np.arange(1.0, 5.0)
+
+    def body(x):
+        future = spmd.remote(lambda x: OrderedDict((d, x.astype(d)) for d in dtypes), at=1)(x=x)
+        again = spmd.remote(lambda a: {"same": a}, at=2)(a=future).to(0).result()["same"]
+        return spmd.replicate(again, "x", 0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = spmd.map(body, P(), P(), mesh=spmd.Mesh(x=3, scheduler=scheduler))(x)
+    for dtype in dtypes:
+        assert found[dtype].dtype == dtype
+        np.testing.assert_array_equal(found[dtype].numpy(), x.astype(dtype))
 
 
 def failing(x):

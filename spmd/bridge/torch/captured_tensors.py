@@ -12,7 +12,7 @@ import torch
 
 from spmd.errors import StateError
 
-__all__ = ["captured_leaves", "reachable_tensors"]
+__all__ = ["captured_leaves", "lone_capture", "reachable_tensors"]
 
 _LIBRARIES = ("torch", "numpy", "builtins", "spmd", "typing", "abc", "functools", "collections", "types")
 _MAX_OBJECTS = 200_000
@@ -71,7 +71,8 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
 
     A leaf in the graphs of several threads is captured. If this process runs only one worker, f is searched instead.
 
-    Raises StateError if f captures a tensor with a history: all workers would run its graph.
+    Raises StateError if f captures a tensor with a history: all workers would run its graph; and if some workers
+    use a leaf that f captures, and others do not.
     """
     leaves: dict[int, torch.Tensor] = {}
     workers: dict[int, set[int]] = {}  # by leaf, those whose graphs hold it
@@ -109,7 +110,20 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
                 )
             visited[node] = index
             stack.extend(n for n, _ in node.next_functions if n is not None)
-    if len(run.outputs) > 1:
-        return [x for key, x in leaves.items() if len(workers[key]) > 1]
-    reachable = reachable_tensors(call.mapped.f) if leaves else set()
-    return [x for key, x in leaves.items() if key in reachable]
+    of_some = {key for key, found in workers.items() if len(found) < len(run.outputs)}
+    reachable = reachable_tensors(call.mapped.f) if leaves and (of_some or len(run.outputs) == 1) else set()
+    if of_some & reachable:
+        raise lone_capture(call)
+    return [x for key, x in leaves.items() if len(workers[key]) > 1 or key in reachable]
+
+
+def lone_capture(call: Any) -> StateError:
+    """The error for a captured leaf that some workers use and others do not."""
+    return StateError.at(
+        call.where,
+        argument="f",
+        got="a function that closes over a leaf, such as a parameter, which some workers use alone",
+        need="leaves that all workers use, for a backward outside of the map: each has one gradient",
+        mend="make the module and call backward in the body, where the worker that runs a function of spt.remote or "
+        "spt.at_root alone has its gradients; or pass parameters as arguments of the map and of that function",
+    )

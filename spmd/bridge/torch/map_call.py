@@ -12,7 +12,7 @@ import torch
 
 from spmd.array import PartitionedArray, relayout
 from spmd.autodiff import tree
-from spmd.bridge.torch.captured_tensors import captured_leaves
+from spmd.bridge.torch.captured_tensors import captured_leaves, lone_capture
 from spmd.bridge.torch.compile_errors import clear_errors
 from spmd.bridge.torch.frontend import FRONTEND
 from spmd.bridge.torch.functorch import is_wrapped, shared_dual_level
@@ -261,8 +261,10 @@ class MapCall:
         flags = [any(column) for column in zip(*on_workers, strict=True)] if count else []
         leaves = captured_leaves(self, run) if run.keeps_graphs and any(flags) else []
         if run.keeps_graphs and len(run.outputs) < self.mesh.size:
-            flags_by_worker = self.mesh.transport.share(dict.fromkeys(run.outputs, flags))
-            flags = [any(column) for column in zip(*flags_by_worker.values(), strict=True)]
+            shared = self.mesh.transport.share(dict.fromkeys(run.outputs, (flags, len(leaves)))).values()
+            if len({count for _, count in shared}) > 1:
+                raise lone_capture(self)
+            flags = [any(column) for column in zip(*(of_worker for of_worker, _ in shared), strict=True)]
         self.diff_results = [k for k, flag in enumerate(flags) if flag]
         run.leaves = leaves
 

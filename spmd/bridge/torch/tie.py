@@ -15,8 +15,35 @@ from spmd.tracebacks import api_boundary
 __all__ = ["tie"]
 
 
+class Nothing(Function):
+    """A tensor without entries, whose backward reaches another with a cotangent of zero."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        (x,) = inputs
+        ctx.like = x.shape, x.dtype, x.device
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        shape, dtype, device = ctx.like
+        return Tie.apply(torch.zeros(shape, dtype=dtype, device=device), g)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Any) -> Any:
+        return tangent.new_zeros(0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor) -> Any:
+        return Nothing.apply(x), None
+
+
 class Tie(Function):
-    """The first tensor; backward reaches the others too, with cotangents of zero."""
+    """The first tensor; backward reaches the others too, which have no entries. It asks for a tensor that forward has
+    saved, so that a checkpoint around it recomputes where other workers' do."""
 
     @staticmethod
     def forward(first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -24,11 +51,14 @@ class Tie(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.likes = [(x.shape, x.dtype, x.device) for x in inputs[1:]]
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return g, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
+        others = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return g, *(x.new_zeros(0) for x in others)
+        return g, *(Tie.apply(x.new_zeros(0), Nothing.apply(g), *others) for x in others)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *others: Any) -> Any:
@@ -58,6 +88,6 @@ def tie(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
         ...     spt.map(body, P("x"), None, check=False)(torch.ones(4))
         tensor(8.)
     """
-    tied = Tie.apply(plain(loss), *(plain(x) for x in outputs))
+    tied = Tie.apply(plain(loss), *(Nothing.apply(plain(x)) for x in outputs))
     worker = WORKER.get()
     return with_state(tied, state_of_tensor(loss)) if worker is not None and worker.tracked else tied

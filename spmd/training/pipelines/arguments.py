@@ -11,6 +11,7 @@ from spmd.autodiff.transform_arguments import kind_of, not_floating
 from spmd.errors import DifferentiationError, JitError, LayoutError, MeshError, SpecError, StateError, describe
 from spmd.mesh import WORKER, Worker
 from spmd.operators.root import Rooted
+from spmd.operators.varying import verify_one_value
 from spmd.optim.numbers import varying_axes
 from spmd.training.pipelines.batches import length_of
 from spmd.training.pipelines.schedules import check_options
@@ -166,7 +167,9 @@ def _check_unvaried(
     varying: Callable[[Any], Collection[str]],
 ) -> None:
     for leaf in tree.flatten(value)[0]:
-        axes = [n for n in names if type(leaf) is not Rooted and n in varying(leaf)]
+        if type(leaf) is Rooted:
+            continue
+        axes = [n for n in names if n in varying(leaf)]
         library = where.partition(".")[0]
         if axes:
             raise StateError.at(
@@ -177,6 +180,7 @@ def _check_unvaried(
                 mend=f"leave {axes[0]!r} out of the specs of the batch, and of its Sampler: axis_name=() for whole "
                 f"minibatches; {library}.keep(x, {axes[0]!r}, {place}) of what only this worker has to know",
             )
+        verify_one_value(leaf, names, where, argument)
 
 
 def _check_same(shared: Any, names: tuple[str, ...]) -> None:

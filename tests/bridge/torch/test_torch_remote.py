@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import torch
 from launch import PROGRAMS, TORCHRUN, launch, mpiexec
 from mpi_programs.torch_remote_calls import alone, stages, trained
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import P
@@ -76,6 +79,108 @@ def test_f_may_use_collectives_along_other_axes(check):
     mesh = spmd.Mesh(x=2, y=3, transport="local")
     grad = spt.map(body, in_specs=P("y"), out_specs=P("y"), mesh=mesh, check=check)(x)
     assert torch.allclose(grad, 9 * x**2)
+
+
+LAYERS = nn.Sequential(nn.Linear(3, 5), nn.Tanh()).double(), nn.Linear(5, 2).double()
+X = torch.randn(7, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def loss_of_two(first, last, x, axis_name="x", total=torch.sum):
+    """The first layer on worker 1, the last one on worker 0 along the axis."""
+    h = spt.remote(first, at=1, axis_name=axis_name)(x)
+    loss = spt.remote(lambda h: total(last(h) ** 2), at=0, axis_name=axis_name)(h)
+    return spt.replicate(loss.result(), axis_name, 0)
+
+
+def gradients(first, last, axis_name="x"):
+    """The gradients of the weights, each on its worker."""
+    place = spt.worker_index(axis_name)
+    return [
+        spmd.varying((p.grad if place == at else torch.zeros_like(p))[None], axis_name)
+        for p, at in ((first[0].weight, 1), (last.weight, 0))
+    ]
+
+
+def of_one() -> tuple:
+    (first, last), x = copy.deepcopy(LAYERS), X.clone().requires_grad_()
+    (last(first(x)) ** 2).sum().backward()
+    return first[0].weight.grad, last.weight.grad, x.grad
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_calls(reentrant):
+    """Workers that run nothing recompute where the others do: at the same collectives."""
+
+    def body(x):
+        first, last = copy.deepcopy(LAYERS)
+        x = x.detach().requires_grad_()
+        checkpoint(lambda x: loss_of_two(first, last, x), x, use_reentrant=reentrant).backward()
+        return (*gradients(first, last), x.grad)
+
+    found = spt.map(body, P(), (P("x"), P("x"), P()), mesh=spmd.Mesh(x=3, transport="local"))(X)
+    for got, want in zip((found[0].sum(0), found[1].sum(0), found[2]), of_one(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-12)
+
+
+def test_functions_use_collectives_along_other_axes():
+    """Backward sums the gradients of a module over the axis of the data, among its own workers alone."""
+
+    def body(x):
+        first, last = copy.deepcopy(LAYERS)
+        loss_of_two(first, last, x, "stage", lambda y: spt.psum(y.sum(), "data")).backward()
+        return gradients(first, last, "stage")
+
+    mesh = spmd.Mesh(data=2, stage=2, transport="local")
+    found = spt.map(body, P("data"), P("stage"), mesh=mesh)(X)
+    for got, want in zip(found, of_one()[:2], strict=True):
+        assert torch.allclose(got.sum(0), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_derivatives_of_higher_order(linear):
+    def loss(x, calls):
+        h = calls((lambda x: 3 * x) if linear else torch.sin, 1)(x)
+        return calls(lambda h: (h**3).sum(), 2)(h)
+
+    value = lambda x: spt.replicate(loss(x, lambda f, at: spt.remote(f, at=at)).result(), "x", 2)
+    alone = lambda x: loss(x, lambda f, at: f)
+
+    def second(f, x):
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        return torch.autograd.grad((g**2).sum(), x)[0]
+
+    mesh = spmd.Mesh(x=3, transport="local")
+    assert torch.allclose(spt.map(lambda x: second(value, x), P(), P(), mesh=mesh)(X), second(alone, X))
+    mapped = spt.map(value, P(), P(), mesh=mesh)
+    for of in (lambda f: torch.func.jvp(f, (X,), (torch.cos(X),))[1], lambda f: torch.func.grad(f)(X)):
+        assert torch.allclose(of(mapped), of(alone))
+
+
+def test_plain_tensors_are_arguments():
+    """A tensor of no state is one value: its gradient is on all workers. Arguments have names too."""
+
+    def body():
+        w = torch.ones(3, requires_grad=True)
+        future = spt.remote(lambda a, *, b: (a * b).sum(), at=1)(w * 2, b=X)
+        spt.replicate(future.result(), "x", 1).backward()
+        return w.grad
+
+    assert torch.allclose(spt.map(body, (), P(), mesh=spmd.Mesh(x=3, transport="local"))(), 2 * X.sum(0))
+
+
+def test_a_module_is_saved_from_where_it_lies(tmp_path):
+    def body():
+        net = copy.deepcopy(LAYERS[1])
+        if spt.worker_index("x") == 1:
+            net.bias.data += 1
+        state = spt.replicate(spt.remote(net.state_dict, at=1)().result(), "x", 1)
+        spmd.save(tmp_path / "net", state)
+
+    spt.map(body, (), None, mesh=spmd.Mesh(x=2, transport="local"))()
+    loaded = spmd.load(tmp_path / "net")
+    np.testing.assert_array_equal(loaded["bias"], LAYERS[1].bias.detach() + 1)
+    np.testing.assert_array_equal(loaded["weight"], LAYERS[1].weight.detach())
 
 
 def test_errors_are_raised_where_the_result_is_asked_for():
