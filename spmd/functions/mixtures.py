@@ -14,7 +14,6 @@ import numpy as np
 from spmd.autodiff import tree
 from spmd.autodiff.dtypes import kind_of_dtype
 from spmd.autodiff.staging.recorder import is_slot
-from spmd.autodiff.tape import Tape
 from spmd.autodiff.tracer import value_of
 from spmd.errors import JitError, LayoutError, SpecError, StateError, describe
 from spmd.functions.arguments import require_varying
@@ -28,7 +27,7 @@ from spmd.global_ops.call import global_value
 from spmd.kernels.cpu.chunks import accurate
 from spmd.mesh import WORKER, here
 from spmd.operators.all_to_all import RaggedAllToAll
-from spmd.operators.apply import axes_of_collectives, operate, recorded_apart
+from spmd.operators.apply import operate
 from spmd.operators.base import Called, called_as
 from spmd.operators.partial_comm import refusing_along
 from spmd.operators.reduce import AxisName, in_dtype, psum, varying_of
@@ -309,10 +308,10 @@ def _by_experts(
     back = called_as(there.H, Called("functions.experts", forward="the way back"))
     received = operate(there, rows, frame)
     worker = here(_EXPERTS)
-    with recorded_apart(worker) as tapes, nullcontext() if told.is_even else refusing_along(worker, names, _refused):
+    with lib.apart(worker) as axes, nullcontext() if told.is_even else refusing_along(worker, names, _refused):
         outs = _outputs(lib, received, calls, routes.loads, width, told.is_trained)
         if not told.is_even:
-            _refuse_sums(tapes, names)
+            _refuse_sums(axes(), names)
     if not calls.leaves and not all(lib.differentiated_by(received)):
         outs = lib.taking_part(outs, _agreed(lib.differentiated_by(outs), names))
     return operate(back, outs, frame)
@@ -328,10 +327,11 @@ def _refused(axis: str, call: Call) -> StateError:
     )
 
 
-def _refuse_sums(tapes: list[tuple[Tape, Tape]], names: tuple[str, ...]) -> None:
-    """Raise where a derivative of this worker's experts would meet workers that have others, or none."""
+def _refuse_sums(axes: set[str], names: tuple[str, ...]) -> None:
+    """Raise where a derivative of this worker's experts would meet workers that have others, or none. axes: of the
+    operators that are differentiated in experts."""
     for axis in names:
-        if any(axis in axes_of_collectives(side) for _, side in tapes):
+        if axis in axes:
             raise StateError.at(
                 _EXPERTS,
                 argument="fns",

@@ -119,6 +119,13 @@ class CollectiveCall:
         self.leaf_added = False
         self.scalar_term = False
 
+    def note(self, x: torch.Tensor) -> None:
+        """Let `recorded_calls` know of this call, for x."""
+        calls = _RECORDED.get()
+        if calls is not None:
+            calls.append(self)
+            self.needs_grad[0] = needs_grad(x)
+
     def repeated(self) -> CollectiveCall:
         """Another call of the same operator, from the same line."""
         return CollectiveCall(self.op, self.context, self.call_site)
@@ -292,9 +299,7 @@ def start_call(op: Collective, x: torch.Tensor, context: WorkerContext, frame: A
     if _graph_calls.takes(x):
         return lambda: _graph_calls.apply(op, x)
     call = CollectiveCall(op, context, frame)
-    calls = _RECORDED.get()
-    if calls is not None:
-        calls.append(call)
+    call.note(x)
     kind = LinearFunction if isinstance(op, Operator) else ExtremumFunction
     if is_wrapped(x) or has_tangent(x):
         kind = TransformableFunction if kind is LinearFunction else ExtremumFunction

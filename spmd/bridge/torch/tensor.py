@@ -394,6 +394,7 @@ def _new_varied_copy(x: torch.Tensor, state: State, joined: bool, worker: Worker
     if worker.tracked:
         verify(array_of(x), names, "a gradient in a body", "the differentiated tensor")
     call = CollectiveCall(Vary(names), context)
+    call.note(x)
     call.scalar_term = joined and not x.ndim
     transformed = is_wrapped(x) or has_tangent(x)
     # A tensor that no transformation wraps is varied outside all of them, in its own graph.

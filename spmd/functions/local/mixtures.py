@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ from spmd.device import to_host
 from spmd.functions.local.embeddings import added_rows, rows_at
 from spmd.functions.local.softmaxes import logsumexp_rows
 from spmd.kernels.cpu.chunks import accurate
+from spmd.mesh import Worker
+from spmd.operators.apply import axes_of_collectives, recorded_apart
 
 __all__ = [
+    "apart",
     "constants",
     "differentiated_by",
     "is_trained",
@@ -79,6 +83,14 @@ def taking_part(x: Any, wanted: Sequence[int]) -> Any:
         if is_wanted and not has:
             (x,) = joint("functions.experts", tape, [], [x], lambda gs: [])
     return x
+
+
+@contextmanager
+def apart(worker: Worker) -> Iterator[Callable[[], set[str]]]:
+    """Inside, experts run, whose collectives workers with other experts do not make. Gives a function: the axes of
+    those that are differentiated."""
+    with recorded_apart(worker) as tapes:
+        yield lambda: {name for _, side in tapes for name in axes_of_collectives(side)}
 
 
 def constants(numbers: np.ndarray, like: Any) -> Any:

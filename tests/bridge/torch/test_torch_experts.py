@@ -259,3 +259,29 @@ def test_processes(python, n):
     ended = launch(PROGRAMS / "experts.py", "6", str(n), "torch", n=n, python=python, timeout=180)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("are the dense computation") == n, str(ended)
+
+
+@pytest.mark.parametrize("held", [(3, 1), (4, 0)], ids=str)
+def test_gradients_that_some_workers_would_not_sum_are_refused(double, held):
+    """Experts close over one array of all workers: each would sum its gradient as often as it has experts."""
+    x, scores, w = torch.randn(6, 3), torch.randn(6, 4), torch.randn(4, 3, 3)
+
+    def body(x, scores, w, varied):
+        w = w.detach().requires_grad_()
+        v, k = spt.pvary(w, "e") if varied else w, spmd.worker_index("e")
+        own = range(sum(held[:k]), sum(held[: k + 1]))
+        y = spt.functions.experts(x, scores, [lambda rows, e=e: rows @ v[e] for e in own], "e")
+        spt.psum(y.sum(), "e").backward()
+        return w.grad.clone()
+
+    def run(varied):
+        mesh = spmd.Mesh(e=2, transport="local")
+        ins = (P("e"), P("e"), P())
+        return spt.map(lambda *xs: body(*xs, varied), in_specs=ins, out_specs=P(), mesh=mesh)(x, scores, w)
+
+    with pytest.raises(spmd.errors.StateError, match=r"closes over a differentiated array(.|\n)*pvary"):
+        run(False)
+    if 0 not in held:
+        alone = w.clone().requires_grad_()
+        spt.functions.experts(x, scores, [lambda rows, v=v: rows @ v for v in alone.unbind()]).sum().backward()
+        close(run(True), alone.grad)

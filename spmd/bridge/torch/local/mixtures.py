@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from spmd.bridge.torch.function import recorded_calls
 from spmd.bridge.torch.interop import array_of
 from spmd.device import to_host
 from spmd.kernels.cpu.chunks import accurate
+from spmd.mesh import Worker
+from spmd.operators.partial_comm import whole_comm
 
 __all__ = [
+    "apart",
     "constants",
     "differentiated_by",
     "is_trained",
@@ -77,6 +82,14 @@ def differentiated_by(x: torch.Tensor) -> tuple[int, ...]:
 
 def taking_part(x: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
     return x
+
+
+@contextmanager
+def apart(worker: Worker) -> Iterator[Callable[[], set[str]]]:
+    """Inside, experts run, whose collectives workers with other experts do not make. Gives a function: the axes of
+    those that are differentiated."""
+    with whole_comm(worker.comm).uncounted(), recorded_calls() as calls:
+        yield lambda: {name for call in calls if call.needs_grad[0] for name in call.op.axes}
 
 
 def constants(numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
