@@ -61,7 +61,8 @@ class Context(nn.Module):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         total = h.sum(1, keepdim=True)
-        total = spt.psum(total, self.axis_name) if self.axis_name else total
+        if self.axis_name:  # pvary: without states nothing else says that what follows differs
+            total = spt.pvary(spt.psum(total, self.axis_name), self.axis_name)
         return torch.tanh(self.layer(h + total / self.length))
 
 

@@ -122,7 +122,7 @@ def check_floating(params: Any, shared: Any) -> None:
         leaves = tree.flatten(value)[0]
         for k, leaf in enumerate(leaves):
             held = leaf.block if type(leaf) is Rooted else leaf
-            if kind_of(held) == "i":
+            if kind_of(held) not in ("f", "c"):
                 path = lambda k=k, argument=argument, value=value: (
                     argument + "".join(f"[{p!r}]" for p in tree.paths(value)[k])
                 )
