@@ -18,7 +18,7 @@ __all__ = ["Bucket", "ParameterGradient", "accumulator", "fill_buckets"]
 
 def accumulator(p: torch.Tensor) -> Any:
     """The AccumulateGrad node of a leaf. Torch makes another one where the dtype of the leaf was another meanwhile."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         view: Any = p.view_as(p)
     return view.grad_fn.next_functions[0][0]
 
