@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd.bridge.torch.interop import owned, write
 from spmd.bridge.torch.module_broadcast import WHERE
-from spmd.bridge.torch.tensor_state import block_nbytes, local_data
+from spmd.bridge.torch.partitioned.tensor import PartitionedTensor
+from spmd.bridge.torch.tensor_state import block_nbytes, is_partitioned, local_data
 from spmd.errors import StateError
 from spmd.transport.handles import Handle
 
@@ -33,7 +35,7 @@ class ParameterGradient:
     arrived: whether this backward has computed it. set_aside: whether this backward has set base aside.
     shard: how the sum is split over workers, for `spt.shard_optimizer`; None: all have the whole. Then base lies in
     parts, and is never in `.grad` together with this worker's own part.
-    handed_over: whether a message has taken this worker's own part out of `.grad`.
+    handed_over: whether this worker's own part was taken out of `.grad`, because a message holds it or the sum is here.
     """
 
     __slots__ = (
@@ -83,7 +85,7 @@ class ParameterGradient:
             self.base = None if self.p.grad is None else self.p.grad.detach().clone()
 
     def hand_over(self) -> None:
-        """Let the message that holds this worker's own part be the only owner of its memory."""
+        """Take this worker's own part out of `.grad`, whose memory is free as soon as no message needs it."""
         if self.arrived and not self.unsynced:
             self.handed_over, self.p.grad = True, None
 
@@ -119,16 +121,52 @@ class ParameterGradient:
 
 class Bucket:
     """Gradients of one kind that are sent together. missing: the number that this backward has not computed yet.
-    shard_axes: the axes that split the sums; None: all workers get them whole."""
+    shard_axes: the axes that split the sums; None: all workers get them whole. handle: of the message under way. sums:
+    what it gave, once `complete` was called; mask: and the array behind the sums, if there was one."""
 
-    __slots__ = ("gradients", "handle", "like", "missing", "shard_axes")
+    __slots__ = ("gradients", "handle", "like", "mask", "missing", "shard_axes", "sums")
 
     def __init__(self, first: ParameterGradient):
         self.like = local_data(first.p).detach()
         self.shard_axes: tuple[str, ...] | None = None if first.shard is None else first.shard.axes
         self.gradients: list[ParameterGradient] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Wait for the next backward."""
         self.handle: Handle | None = None
-        self.missing = 0
+        self.sums: list[Any] | None = None
+        self.mask: Any = None
+        self.missing = len(self.gradients)
+
+    @property
+    def sent(self) -> bool:
+        """Whether the sum was started."""
+        return self.handle is not None or self.sums is not None
+
+    def complete(self) -> None:
+        """Wait for the sums, which take the place of this worker's own gradients in memory."""
+        if self.handle is None:
+            return
+        totals = [*self.handle.wait()]
+        self.handle = None
+        if len(totals) > len(self.gradients):
+            self.mask = totals.pop()
+        for g in self.gradients:
+            g.hand_over()
+        if self.shard_axes is None:
+            totals.reverse()
+            totals = [_as_gradient(g.p, [totals.pop()]) for g in self.gradients]
+        self.sums = totals
+
+
+def _as_gradient(p: Any, cell: list[Any]) -> torch.Tensor:
+    """The array in a cell as a gradient of a parameter, in the memory format of the parameter."""
+    if not local_data(p).is_contiguous():
+        g = torch.empty_like(p, requires_grad=False)
+        write(local_data(g), cell.pop())
+        return g
+    return PartitionedTensor(owned(cell), p._placement, tuple(p.shape)) if is_partitioned(p) else owned(cell)
 
 
 def fill_buckets(gradients: Sequence[ParameterGradient], order: Sequence[int], limit: int) -> list[Bucket]:

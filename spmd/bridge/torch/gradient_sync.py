@@ -2,7 +2,8 @@
 
 Each leaf has one AccumulateGrad node, which runs once in each backward. Before it runs, the earlier value of `.grad`,
 which is the same on all workers, is set aside. After it, `.grad` holds this worker's own gradient, and a bucket sends
-it without a copy. A callback at the end of backward waits for the sums, and adds the values that were set aside.
+it without a copy. The sum takes its place in memory while backward goes on. A callback at the end waits for the last
+sums, stores them in `.grad`, and adds the values that were set aside.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from spmd.bridge.torch.backward_end import FollowsBackward, Token
 from spmd.bridge.torch.gradient_buckets import Bucket, ParameterGradient, accumulator, fill_buckets
-from spmd.bridge.torch.interop import array_dtype, block_of, write
+from spmd.bridge.torch.interop import array_dtype, block_of
 from spmd.bridge.torch.module_broadcast import (
     WHERE,
     any_worker,
@@ -30,9 +31,9 @@ from spmd.bridge.torch.module_broadcast import (
     sync_call,
 )
 from spmd.bridge.torch.replicas import Difference, differing, to_be_declared
-from spmd.bridge.torch.split_gradients import finish_earlier, start_reduce_scatter, store_part
+from spmd.bridge.torch.split_gradients import start_reduce_scatter, store_part
 from spmd.bridge.torch.tensor import with_state
-from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data, plain
+from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data
 from spmd.bridge.torch.worker_context import device_of
 from spmd.device import to_host
 from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
@@ -41,12 +42,15 @@ from spmd.operators.at_root import root_axes
 from spmd.operators.partial_comm import whole_comm
 from spmd.state import State, state_of
 from spmd.transport.call import LEDGERS
+from spmd.transport.handles import Handle
 from spmd.transport.observing import origin_of
 
 __all__ = ["WHERE", "GradientSync"]
 
 _HIGHEST_PRIORITY = 2**64 - 1
 """The sequence number of AccumulateGrad nodes, which backward runs as soon as it can."""
+_IN_FLIGHT = 2
+"""Buckets that are on their way at once: of each this worker has its own gradients and memory for the sums."""
 
 
 class Options(Protocol):
@@ -291,7 +295,7 @@ class GradientSync(FollowsBackward):
             return
         self.follow_backward()
         if g.arrived:
-            if g.bucket.handle is None:
+            if not g.bucket.sent:
                 return
             self._finish()  # a nested backward computes this gradient once more, so it is summed once more
         self.begun = True
@@ -342,8 +346,7 @@ class GradientSync(FollowsBackward):
         for g in self.gradients:
             g.arrived = g.set_aside = g.handed_over = False
         for bucket in self.buckets:
-            bucket.handle = None
-            bucket.missing = len(bucket.gradients)
+            bucket.reset()
 
     def _send(self, worker: Worker) -> None:
         """Start the sum of the next bucket. The last bucket also counts the workers that have each gradient."""
@@ -352,23 +355,26 @@ class GradientSync(FollowsBackward):
         mask = None
         if self.sent == len(self.buckets):
             mask = bucket.like.new_tensor([g.handed_over or g.own() is not None for g in self.gradients])
-        detail = f"gradients of {bucket.gradients[0].name} and {len(bucket.gradients) - 1} more"
-        detail = f"bucket {self.sent} of {len(self.buckets)}, {detail}"
+        others = len(bucket.gradients) - 1
+        detail = f"bucket {self.sent} of {len(self.buckets)}, gradients of {bucket.gradients[0].name} and {others} more"
         if bucket.shard_axes is not None:
             bucket.handle = start_reduce_scatter(worker, self.axes, bucket, self._summand, mask, detail)
-            finish_earlier(self.buckets[: self.sent])
-            return
+        else:
+            bucket.handle = self._start_all_reduce(worker, bucket, mask, detail)
+        for earlier in self.buckets[: max(0, self.sent - _IN_FLIGHT)]:
+            earlier.complete()
+
+    def _start_all_reduce(self, worker: Worker, bucket: Bucket, mask: torch.Tensor | None, detail: str) -> Handle:
+        """Start the sum of a bucket that all workers get whole: a list of arrays, and the sum of mask."""
         blocks = [self._block(self._summand(g), g.p, worker) for g in bucket.gradients]
-        if mask is not None:
-            blocks.append(self._block(mask, bucket.like, worker))
-        size = (sum(b.size for b in blocks),)
-        call = sync_call(worker, self.axes, blocks[0].dtype, size, detail)
+        blocks += [] if mask is None else [self._block(mask, bucket.like, worker)]
+        call = sync_call(worker, self.axes, blocks[0].dtype, (sum(b.size for b in blocks),), detail)
         call.operator, call.backward = "Sum", True
         for observer in LEDGERS.get():
             for _ in bucket.gradients:
                 observer.operator(worker.index, origin_of(worker.comm, call))
         call.borrowed = True
-        bucket.handle = worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
+        return worker.comm.all_reduce_many(worker.group(self.axes), call, blocks)
 
     def _summand(self, g: ParameterGradient) -> torch.Tensor | None:
         """This worker's summand. For a mean, float16 is divided first, as by DDP, because the sum might overflow."""
@@ -376,7 +382,7 @@ class GradientSync(FollowsBackward):
         return own / self.size if own is not None and self.mean and own.dtype is torch.float16 else own
 
     def _block(self, x: torch.Tensor | None, like: torch.Tensor, worker: Worker) -> Any:
-        """A gradient, or zeros, as a block that is sent without a copy: it is written to only when the sum is there."""
+        """A gradient, or zeros, as a block that is sent without a copy: it stays as it is until the sum is there."""
         x = torch.zeros_like(local_data(like).detach()) if x is None else local_data(x)
         return block_of(x, worker, WHERE)[0]
 
@@ -412,35 +418,30 @@ class GradientSync(FollowsBackward):
                         g.put_aside()
             while self.sent < len(self.buckets):
                 self._send(worker)
-            totals: list[Any] = [b.handle.wait() for b in self.buckets]  # type: ignore[union-attr]
-            *totals[-1], mask = totals[-1]
-            counts = to_host(mask).tolist()
-            for bucket, total in zip(self.buckets, totals, strict=True):
-                self._store(bucket, total, counts)
+            for bucket in self.buckets:
+                bucket.complete()
+            counts = to_host(self.buckets[-1].mask).tolist()
+            for bucket in self.buckets:
+                self._store(bucket, counts)
             self._reset()
 
-    def _store(self, bucket: Bucket, totals: list[Any], counts: list[Any]) -> None:
+    def _store(self, bucket: Bucket, counts: list[Any]) -> None:
         """Store sums in `.grad`. counts: for each gradient, how many workers have it."""
-        stored: list[tuple[ParameterGradient, torch.Tensor]] = []
-        for g, total in zip(bucket.gradients, totals, strict=True):
+        assert bucket.sums is not None
+        stored: list[tuple[ParameterGradient, Any]] = []
+        for g, total in zip(bucket.gradients, bucket.sums, strict=True):
             if not counts[g.index]:
                 g.restore()
-                continue
-            if g.shard is not None:
+            elif g.shard is not None:
                 store_part(g, total, self.size if self.mean else 1)
-                continue
-            own = g.own()
-            if own is None or own.is_conj() or own.is_neg():
-                own = torch.empty_like(g.p, requires_grad=False)
-            own = own if is_partitioned(own) else plain(own)
-            write(local_data(own), total)
-            stored.append((g, own))
-        undivided = [own for _, own in stored if own.dtype is not torch.float16] if self.mean and self.size > 1 else []
+            else:
+                stored.append((g, total))
+        undivided = [x for _, x in stored if x.dtype is not torch.float16] if self.mean and self.size > 1 else []
         if undivided:
             torch._foreach_div_(undivided, self.size)  # type: ignore[attr-defined]
-        for g, own in stored:
+        for g, total in stored:
             base = g.base if g.set_aside else g.p.grad
-            g.p.grad = own if base is None else base.add_(own)
+            g.p.grad = total if base is None else base.add_(total)
             g.base, g.unsynced = None, False
 
     def _agree_order(self, worker: Worker, order: list[int]) -> None:

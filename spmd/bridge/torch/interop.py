@@ -30,6 +30,7 @@ __all__ = [
     "array_of",
     "block_of",
     "borrowed",
+    "message_buffer",
     "owned",
     "shaped_like",
     "storage_of",
@@ -167,6 +168,14 @@ def tensor_of(array: Any) -> torch.Tensor:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     torch_dtype(array.dtype)
     return torch.from_numpy(array)
+
+
+def message_buffer(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory for a message: on the CPU from the pool, so that other processes of the host read it where
+    it lies."""
+    if device.type != "cpu":
+        return torch.empty(size, dtype=dtype, device=device)
+    return tensor_of(pool.empty(size, array_dtype(dtype)))
 
 
 def _copied(array: Any) -> torch.Tensor:

@@ -15,13 +15,10 @@ from spmd.bridge.torch.tensor_state import local_data
 from spmd.device import copied
 from spmd.mesh import Worker
 from spmd.transport.call import LEDGERS
-from spmd.transport.handles import Chained, Done, Handle
+from spmd.transport.handles import Chained, Handle
 from spmd.transport.observing import origin_of
 
-__all__ = ["finish_earlier", "start_reduce_scatter", "store_part"]
-
-_IN_FLIGHT = 2
-"""Buckets that are on their way at once: each holds the whole gradients of this worker."""
+__all__ = ["start_reduce_scatter", "store_part"]
 
 
 def start_reduce_scatter(
@@ -64,14 +61,6 @@ def start_reduce_scatter(
         return sums if mask is not None else sums[:-1]
 
     return Chained(steps())
-
-
-def finish_earlier(sent: Sequence[Bucket]) -> None:
-    """Wait for the sums of split buckets, in the order in which they were sent, except the last ones."""
-    for bucket in sent[:-_IN_FLIGHT]:
-        if bucket.shard_axes is not None and not isinstance(bucket.handle, Done):
-            assert bucket.handle is not None
-            bucket.handle = Done(bucket.handle.wait())
 
 
 def _parts(g: ParameterGradient, x: torch.Tensor | None) -> list[torch.Tensor]:

@@ -331,10 +331,10 @@ class Sharding(FollowsBackward):
             if self.pending is not None:
                 self.pending.complete()
                 self.pending = None
-            with torch.no_grad():
-                self._sum(worker, call, cotangents)
             if unit.depth == 0:
                 self.release(unit)
+            with torch.no_grad():
+                self._sum(worker, call, cotangents)
 
     def _sum(self, worker: Worker, call: Call, cotangents: list[torch.Tensor | None]) -> None:
         unit = call.unit

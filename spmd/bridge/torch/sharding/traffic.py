@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd.bridge.torch.interop import block_of, owned, write
+from spmd.bridge.torch.interop import block_of, message_buffer, owned, write
 from spmd.bridge.torch.sharding.blocks import WHERE, ShardedParameter
 from spmd.bridge.torch.worker_context import refuse_lockstep
 from spmd.mesh import Worker
@@ -67,8 +67,10 @@ class Wholes:
         self.index = group.index
         self.handles: list[Handle] = []
         for dtype, numbered in self.groups.items():
-            blocks = [q.block.to(dtype).reshape(-1) for _, q in numbered if q.shape]
-            packed = torch.cat(blocks) if blocks else torch.empty(0, dtype=dtype)
+            blocks = [q.block.reshape(-1) for _, q in numbered if q.shape]
+            packed = message_buffer(sum(b.numel() for b in blocks), dtype, numbered[0][1].block.device)
+            for own, part in zip(blocks, packed.split([b.numel() for b in blocks]), strict=True):
+                part.copy_(own)
             block, _ = block_of(packed, worker, WHERE)
             call = _call(worker, group, block, f"parameters of {name}", "AllGather", backward)
             self.handles.append(worker.comm.all_gather(group, call, block))
@@ -122,12 +124,11 @@ class GradientSums:
         for dtype, numbered in self.groups.items():
             flags = [float(gradients[number] is not None) for number, _ in numbered]
             lengths = [sum(q.part(gradient_like(q), k).numel() for _, q in numbered) for k in range(group.size)]
-            like = numbered[0][1].block
-            message = like.new_empty(sum(lengths) + len(flags) * group.size, dtype=dtype)
-            if not all(flags):
-                message.zero_()
-            parts = message.split([n + len(flags) for n in lengths])
+            device = numbered[0][1].block.device
+            parts = [message_buffer(n + len(flags), dtype, device) for n in lengths]
             for k, part in enumerate(parts):
+                if not all(flags):
+                    part.zero_()
                 self._pack(part, k, numbered, gradients, flags)
             blocks = [block_of(part, worker, WHERE)[0] for part in parts]
             call = _call(worker, group, blocks[group.index], f"gradients of {name}", "ReduceScatter", True)
