@@ -27,7 +27,7 @@ from spmd.io.manifest import MANIFEST
 from spmd.io.members import Members, members_of
 from spmd.io.saving import meshes_in
 from spmd.io.sources import Source
-from spmd.io.trees import json_nodes, some
+from spmd.io.trees import some
 from spmd.io.writing import plan_of, slab_boxes
 from spmd.layout import Box
 from spmd.plan import overlap
@@ -126,7 +126,7 @@ class _Export:
                 mend=f"spmd.io.export({str(self.folder / 'exported')!r}, tree)",
             )
         self.contents = Contents(tree, self.members, options)
-        constants = [name for name, node, is_leaf in json_nodes(self.contents.tree) if is_leaf and not _is_array(node)]
+        constants = self.contents.constants()
         if constants:
             raise CheckpointError.at(
                 _WHERE,
@@ -210,10 +210,6 @@ class _Export:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _is_array(node: Any) -> bool:
-    return isinstance(node, dict) and "array" in node
 
 
 def _check_options(max_file_bytes: Any, metadata: Any) -> None:

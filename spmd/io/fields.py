@@ -226,9 +226,10 @@ class _Fields:
                     self._refuse("tree", got, f"names that {self.format} can hold", "rename the key; dictionaries nest")
                 yield from self._nodes(child, (*path, key))
         else:
+            got = ", ".join(node) if isinstance(node, dict) else describe(node)
             self._refuse(
                 f"tree, at {name}",
-                ", ".join(node) if isinstance(node, dict) else describe(node),
+                "what only some workers hold" if got == "held" else got,
                 "arrays, in dictionaries by name",
                 "np.asarray(x) of a number, attributes= of what describes the arrays, a dictionary for a list",
             )

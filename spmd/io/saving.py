@@ -98,6 +98,7 @@ class Save:
         agreed = members.together(partial(self._begin, path, tree), self.clean)
         try:
             self.contents.agree(agreed)
+            self.tree, self.sources = self.contents.tree, self.contents.sources
         except BaseException:
             self.clean()
             raise
@@ -124,7 +125,6 @@ class Save:
                 mend="str(x); arrays go into tree",
             ) from None
         self.contents = Contents(tree, self.members, {"metadata": self.metadata})
-        self.tree, self.sources = self.contents.tree, self.contents.sources
         own = self.contents.digests()
         if not self.members.is_first:
             return own

@@ -18,13 +18,23 @@ from spmd.autodiff.tracer import Array
 from spmd.device import to_host
 from spmd.errors import CheckpointError, describe
 from spmd.io.boxes import is_within, slices_within, whole_box
-from spmd.io.container import stored_as
+from spmd.io.container import dtype_of, stored_as
 from spmd.io.members import Members
 from spmd.layout import Box, Layout, offsets
 from spmd.operators.root import Rooted
 from spmd.state import state_of
 
-__all__ = ["SOURCES", "Source", "boxes_of", "layout_text", "partitioned_source", "replica", "source_of"]
+__all__ = [
+    "SOURCES",
+    "Source",
+    "boxes_of",
+    "described",
+    "layout_text",
+    "partitioned_source",
+    "replica",
+    "source_elsewhere",
+    "source_of",
+]
 
 
 @dataclass
@@ -44,6 +54,30 @@ class Source:
     block: Callable[[Box], np.ndarray]
     is_replica: bool = False
     kind: str = ""
+
+
+def described(source: Source) -> list[Any]:
+    """A source as JSON, for members that hold nothing of it."""
+    return [
+        source.shape,
+        source.dtype.name,
+        source.layout,
+        [*source.holders.items()],
+        source.is_replica,
+        source.kind,
+    ]
+
+
+def source_elsewhere(shape: Any, dtype: str, layout: str, holders: Any, is_replica: bool, kind: str) -> Source:
+    """The source of a description, on a member that writes nothing of it."""
+
+    def block(box: Box) -> np.ndarray:
+        raise AssertionError("an array that other members hold")
+
+    known = dtype_of(dtype)
+    assert known is not None
+    held = {tuple(map(tuple, box)): tuple(members) for box, members in holders}
+    return Source(tuple(shape), known, layout, held, block, is_replica, kind)
 
 
 SOURCES: dict[type, Callable[[Any, str, str, Members], Source]] = {}

@@ -7,6 +7,7 @@ whose state needs more register a handler here, as `spmd.bridge.torch` does for 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -18,7 +19,19 @@ from spmd.io.manifest import ArrayEntry
 from spmd.layout import Layout
 from spmd.random.generator import Generator
 
-__all__ = ["KINDS", "STATES", "SavedPart", "StateHandler", "array_of_kind", "handler_of"]
+__all__ = ["KINDS", "STATES", "Held", "SavedPart", "StateHandler", "array_of_kind", "handler_of"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """An entry of a dictionary in a state of which only some workers of the mesh know the value, such as the parameters
+    of a stage of a pipeline.
+
+    All have an entry of this name. value: a tree, on these workers. workers: none where others hold it, or nobody.
+    """
+
+    value: Any = None
+    workers: tuple[int, ...] = ()
 
 
 class SavedPart(Protocol):
@@ -61,7 +74,8 @@ class StateHandler(Protocol):
     """How the state of a class of objects is saved and loaded."""
 
     def save(self, x: Any, others: Mapping[str, Any]) -> Any:
-        """The state as a tree. others: all objects with a state in the tree that is saved, by name."""
+        """The state as a tree, with `Held` for what others lack. others: all objects with a state in the tree that is
+        saved, by name."""
         ...
 
     def names(self, x: Any, saved: list[str], others: Mapping[str, Any]) -> list[str]:

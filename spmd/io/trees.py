@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "constant",
     "decoded",
     "encoded",
+    "filled",
     "is_constant",
     "joined",
     "json_nodes",
@@ -44,8 +45,8 @@ def joined(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def encoded(node: Any, leaf: Callable[[str, Any], Any], where: str) -> Any:
-    """A tree as JSON. leaf(name, x): the JSON of a leaf that is no constant."""
+def encoded(node: Any, leaf: Callable[[str, Any], Any], where: str, name: str = "") -> Any:
+    """A tree as JSON. leaf(name, x): the JSON of a leaf that is no constant. name: of the root."""
     names: set[str] = set()
 
     def note(name: str) -> None:
@@ -70,7 +71,7 @@ def encoded(node: Any, leaf: Callable[[str, Any], Any], where: str) -> Any:
         name = name or ROOT
         return _constant_json(x, where, name) if is_constant(x) else leaf(name, x)
 
-    return encode("", node)
+    return encode(name, node)
 
 
 def _level(x: Any) -> Any:
@@ -138,6 +139,23 @@ def _constant_json(x: Any, where: str, name: str) -> Any:
     if isinstance(x, bytes):
         return {"bytes": base64.b64encode(x).decode()}
     return x
+
+
+def filled(node: Any, parts: Mapping[str, Any]) -> Any:
+    """The JSON of a tree in which parts stand for nodes that name them. Entries of dictionaries that have no part, as
+    no member holds them, are left out."""
+    items = _items(node)
+    if items is None:
+        return node
+    ((kind, value),) = node.items()
+    found = []
+    for key, child in items:
+        part = child.get("held") if isinstance(child, dict) else None
+        if part is None or part in parts:
+            found.append([key, filled(child if part is None else parts[part], parts)])
+    if kind in ("tuple", "list"):
+        return {kind: [child for _, child in found]}
+    return {kind: found if isinstance(value, list) else {**value, "items": found}}
 
 
 def constant(node: Any) -> Any:

@@ -177,6 +177,19 @@ ROWS = [
             "embedding.weight",
         ),
         (
+            "layers that are changed after the pipeline is made",
+            made(
+                use=lambda step, x: (
+                    step.stages[str(spt.worker_index("stage"))].register_buffer("b", x) or step.state_dict()
+                )
+            ),
+            StateError,
+            "stages",
+            "stage 0, which has 'b' by now",
+            "the parameters and buffers with which the pipeline was made",
+            "change the layers before spt.pipeline",
+        ),
+        (
             "tied parameters of two shapes",
             made(lambda: [nn.Linear(2, 2), nn.Linear(2, 3)], tied=[[(0, "weight"), (1, "weight")]]),
             SpecError,

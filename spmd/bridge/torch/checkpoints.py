@@ -1,7 +1,8 @@
 """Tensors, modules, optimisers and random generators of PyTorch in checkpoints: what `spmd.io` needs to know of them.
 
 Tensors are saved by value, and those in blocks by the blocks of all workers. The state of a module has the names and
-shapes of its `state_dict` of whole tensors, on any mesh. That of an optimiser has the names of the parameters.
+shapes of its `state_dict` of whole tensors, on any mesh. That of an optimiser has the names of the parameters. Of the
+stages of a pipeline each is saved by the workers that hold it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from spmd.bridge.torch.functorch import is_wrapped
 from spmd.bridge.torch.partitioned.placement import check_worker
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
 from spmd.bridge.torch.shard_optimizer import ShardedOptimizer
-from spmd.bridge.torch.sharded import state_dict
+from spmd.bridge.torch.sharded import blocks_of, places_of
 from spmd.bridge.torch.sharded_tensors.tensor import ShardedTensor, new_sharded_leaf, partitioned_array
 from spmd.bridge.torch.tensor import Tensor, with_state
 from spmd.bridge.torch.tensor_state import INVARIANT, local_data, no_overrides, plain, state_of_tensor
@@ -33,7 +34,7 @@ from spmd.io.loading import MAKERS
 from spmd.io.manifest import ArrayEntry
 from spmd.io.members import Members
 from spmd.io.sources import SOURCES, Source, boxes_of, layout_text, partitioned_source, replica
-from spmd.io.states import KINDS, STATES, SavedPart
+from spmd.io.states import KINDS, STATES, Held, SavedPart
 from spmd.io.trees import joined, map_leaves
 from spmd.layout import Box, Layout
 from spmd.mesh import WORKER, Mesh
@@ -257,19 +258,22 @@ class _Module:
     """Modules, by their `state_dict`, with blocks in place of whole tensors."""
 
     def save(self, x: nn.Module, others: Mapping[str, Any]) -> Any:
-        return state_dict(x, whole=False)
+        state = blocks_of(x)
+        places = places_of(state)
+        if not places:
+            return state
+        of_all = {key: value for key, value in state.items() if key not in places}
+        return of_all | {key: Held(state.get(key), place.workers) for key, place in places.items()}
 
     def names(self, x: nn.Module, saved: list[str], others: Mapping[str, Any]) -> list[str]:
-        names = []
-        for key, value in state_dict(x, whole=False).items():
-            if isinstance(value, torch.Tensor):
-                names.append(key)
-            else:  # what get_extra_state gives, which may have another structure
-                names += [name for name in saved if name == key or name.startswith(f"{key}.")]
-        return names
+        state = blocks_of(x)
+        names = [key for key, value in state.items() if isinstance(value, torch.Tensor)]
+        # What get_extra_state gives may have another structure; and what others hold is theirs to look for.
+        rest = {*state, *places_of(state)}.difference(names)
+        return names + [name for name in saved if name in rest or any(prefix in rest for prefix in _prefixes(name))]
 
     def load(self, x: nn.Module, part: SavedPart, others: Mapping[str, Any]) -> Callable[[], None]:
-        own = state_dict(x, whole=False)
+        own = blocks_of(x)
         loaded: Any = type(own)()
         if hasattr(own, "_metadata"):
             loaded._metadata = own._metadata  # type: ignore[attr-defined]
@@ -307,26 +311,28 @@ class _Optimizer:
     """Optimisers. As their `state_dict`, but with the names of parameters in place of numbers."""
 
     def save(self, x: Any, others: Mapping[str, Any]) -> Any:
-        names, state = _parameter_names(x, others), x.state_dict()
+        (names, places), state = _parameter_names(x, others), x.state_dict()
         entries = {names[k] if isinstance(k, int) else k: value for k, value in state["state"].items()}
+        numbers = {name: k for k, name in enumerate([*places, *(name for name in names if name not in places)])}
         groups = [
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            | {"params": {names[number]: number for number in group["params"]}}
+            | {"params": _held({names[number]: numbers[names[number]] for number in group["params"]}, places)}
             for group in state["param_groups"]
         ]
-        return {**state, "state": entries, "param_groups": groups}
+        return {**state, "state": _held(entries, places), "param_groups": groups}
 
     def names(self, x: Any, saved: list[str], others: Mapping[str, Any]) -> list[str]:
-        own = _parameter_names(x, others)
+        own, places = _parameter_names(x, others)
         wanted = [f"param_groups.{g}.params.{own[k]}" for g, numbers in enumerate(_numbers(x)) for k in numbers]
-        known = set(own)
+        known = {*own, *places}
         for name in saved:
             kind, _, rest = name.partition(".")
             if kind == "state":
                 is_wanted = any(prefix in known for prefix in _prefixes(rest))
             elif kind == "param_groups":
                 group, _, key = rest.partition(".")
-                is_wanted = int(group) < len(x.param_groups) and not key.startswith("params.")
+                is_option = not key.startswith("params.") or key.removeprefix("params.") in places
+                is_wanted = int(group) < len(x.param_groups) and is_option
             else:
                 is_wanted = name != ""
             if is_wanted:
@@ -338,7 +344,7 @@ class _Optimizer:
         parameters = [p for group in x.param_groups for p in group["params"]]
         like = x.state_like if isinstance(x, ShardedOptimizer) else lambda p: p
         whole = isinstance(x, torch.optim.LBFGS)  # its tensors are vectors of the entries of all parameters
-        names, state = _parameter_names(x, others), dict(own["state"])
+        (names, _), state = _parameter_names(x, others), dict(own["state"])
         groups = []
         for g, group in enumerate(own["param_groups"]):
             for number in group["params"]:
@@ -410,8 +416,17 @@ def _numbers(x: Any) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-def _parameter_names(x: Any, others: Mapping[str, Any]) -> list[str]:
-    """The names of the parameters of an optimiser, by number.
+def _held(entries: dict[str, Any], places: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Entries by the names of parameters, as this worker has them. places: by the names of those of pipelines, the
+    workers that save them."""
+    of_all = {name: value for name, value in entries.items() if name not in places}
+    held = lambda name, workers: Held(entries[name], workers) if workers and name in entries else Held()
+    return of_all | {name: held(name, workers) for name, workers in places.items()}
+
+
+def _parameter_names(x: Any, others: Mapping[str, Any]) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """The names of the parameters of an optimiser, by number; and of the pipelines that have some of them those of all
+    stages, each with the workers that save it: none where others do.
 
     Those in the module of the same tree; if it has parameters of several modules, with the names of these in the tree
     before. Else those that the optimiser was made with (`model.named_parameters()`). If not all have one, the numbers.
@@ -419,17 +434,26 @@ def _parameter_names(x: Any, others: Mapping[str, Any]) -> list[str]:
     parameters = [p for group in x.param_groups for p in group["params"]]
     ids = {id(p) for p in parameters}
     found: dict[int, tuple[str, str]] = {}
+    places: dict[tuple[str, str], tuple[int, ...]] = {}
     for tree_name, module in others.items():
-        if isinstance(module, nn.Module):
-            for name, p in module.named_parameters():
-                if id(p) in ids:
-                    found.setdefault(id(p), (tree_name, name))
+        if not isinstance(module, nn.Module):
+            continue
+        state = blocks_of(module, keep_vars=True)
+        of_stages = places_of(state)
+        names: dict[int, Any] = {id(p): name for name, p in module.named_parameters()}
+        names |= {id(state[name]): place.parameter for name, place in of_stages.items() if name in state}
+        own = {key: (tree_name, name) for key, name in names.items() if key in ids}
+        found = own | found
+        if own:
+            kept = dict.fromkeys(place.parameter for place in of_stages.values() if place.parameter is not None)
+            places |= {(tree_name, name): of_stages[name].workers for name in kept}
     is_one = len({tree_name for tree_name, _ in found.values()}) == 1
-    of_modules = {k: name if is_one else joined(tree_name, name) for k, (tree_name, name) in found.items()}
+    called = lambda tree_name, name: name if is_one else joined(tree_name, name)
+    of_modules = {k: called(*each) for k, each in found.items()}
     if len(of_modules) == len(parameters):
-        return [of_modules[id(p)] for p in parameters]
+        return [of_modules[id(p)] for p in parameters], {called(*each): w for each, w in places.items()}
     names = [name for group in x.param_groups for name in group.get("param_names", ())]
-    return names if len(set(names)) == len(parameters) else [str(k) for k in range(len(parameters))]
+    return names if len(set(names)) == len(parameters) else [str(k) for k in range(len(parameters))], {}
 
 
 STATES[torch.optim.Optimizer] = _Optimizer()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,18 @@ from spmd.operators.base import named
 from spmd.operators.sums import Sum
 from spmd.tracebacks import api_boundary
 
-__all__ = ["ShardedModule", "clip_grad_norm_", "grad_norm", "norm_of_gradients", "over_workers", "state_dict"]
+__all__ = [
+    "Place",
+    "ShardedModule",
+    "blocks_of",
+    "clip_grad_norm_",
+    "grad_norm",
+    "norm_of_gradients",
+    "over_workers",
+    "places_of",
+    "saves_whole",
+    "state_dict",
+]
 
 _saves_whole: ContextVar[bool] = ContextVar("spmd_torch_whole", default=True)
 """Whether `state_dict` holds whole tensors in place of blocks."""
@@ -192,12 +203,37 @@ def _whole(shape: tuple[int, ...]) -> Layout:
     return Layout(shape, P(), {})
 
 
+class Place(NamedTuple):
+    """Where an entry of the state of a pipeline lies. workers: of the mesh, that hold it; none where others do.
+    parameter: its name in the state of an optimiser, None for what is no parameter."""
+
+    workers: tuple[int, ...]
+    parameter: str | None
+
+
+def saves_whole() -> bool:
+    """Whether `state_dict` holds whole tensors, of all stages."""
+    return _saves_whole.get()
+
+
+def blocks_of(module: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
+    """The state of a module as this worker holds it. keep_vars: of its parameters themselves."""
+    with assigned(_saves_whole, False):
+        return module.state_dict(keep_vars=keep_vars)
+
+
+def places_of(state: Any) -> dict[str, Place]:
+    """Where the entries of pipelines lie, those of other workers among them, by their names in the state of a module
+    that holds these."""
+    return getattr(state, "_places", {})
+
+
 def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
     """The state of any module, with `spt.Parameter`s of its own or of modules in it.
 
     whole: True: every parameter whole, a plain tensor on every worker, which fits any mesh. Collective. False: blocks,
     as `PartitionedTensor`s, which `load_state_dict` takes on the same mesh; nothing is sent. Of a `spt.Pipeline` wholes
-    are those of all stages, by one broadcast for each.
+    are those of all stages, by one broadcast for each, and blocks those of this worker's.
 
         >>> def body():
         ...     layer = spt.nn.Linear(2, 5, w_spec=P("x"))
@@ -206,15 +242,13 @@ def state_dict(module: nn.Module, *, whole: bool = True) -> dict[str, Any]:
         ...     spt.map(body, (), None)()
         {'weight': (5, 2), 'bias': (5,)}
     """
-    of_stages = getattr(module, "state_of_stages", None)  # of a pipeline
-    if whole and of_stages is not None:
-        return of_stages(state_dict)
-    with assigned(_saves_whole, whole):
+    if not whole:
+        return blocks_of(module)
+    with assigned(_saves_whole, True):
         state = module.state_dict()
-    if whole:
-        for name, value in state.items():
-            if isinstance(value, PartitionedTensor):
-                state[name] = plain(value.whole())
+    for name, value in state.items():
+        if isinstance(value, PartitionedTensor):
+            state[name] = plain(value.whole())
     return state
 
 

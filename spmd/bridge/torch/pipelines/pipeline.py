@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -16,11 +17,19 @@ from spmd.bridge.torch.interop import array_dtype
 from spmd.bridge.torch.pipelines.arguments import check_data, check_shared, check_tensors
 from spmd.bridge.torch.pipelines.module_stages import ModuleStages
 from spmd.bridge.torch.pipelines.sample_weights import TensorWeights, axes_of_batch, axes_of_leaf
-from spmd.bridge.torch.pipelines.states import state_of_stages
+from spmd.bridge.torch.pipelines.states import StageNames, gathered_states
 from spmd.bridge.torch.pipelines.ties import Tie
 from spmd.bridge.torch.pipelines.values import WHERE, Value, held_as, structured
 from spmd.bridge.torch.rng import random_word, worker_generator
-from spmd.bridge.torch.sharded import norm_of_gradients, over_workers
+from spmd.bridge.torch.sharded import (
+    Place,
+    blocks_of,
+    norm_of_gradients,
+    over_workers,
+    places_of,
+    saves_whole,
+    state_dict,
+)
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.bridge.torch.worker_context import device_of
@@ -46,6 +55,10 @@ class Pipeline(nn.Module):
 
     A module with this worker's stages. `step.backward(x, target)` adds gradients to their parameters, `step(x)` is
     inference. most: the most microbatches of which the latest step kept activations at a time.
+
+    `state_dict()` is collective: the states of all stages on every worker, with the names of the model that
+    `spt.split_stages` cut; `stages.k.name` if two stages use one name. `load_state_dict` takes its own of that, and
+    sends nothing. `spmd.save` writes each stage where it lies: a run goes on with any other number of stages.
 
         >>> def body(x):
         ...     step = spt.pipeline(torch.nn.Tanh(), "stage", microbatches=3)
@@ -76,6 +89,7 @@ class Pipeline(nn.Module):
         self.stages = nn.ModuleDict({str(k): m for k, m in modules.items()})
         self.loss, self.reduction, self.loss_axis_name, self.most = loss, reduction, loss_axis_name, 0
         self.ties = [Tie(holders, modules, self.schedule, self.axis_name) for holders in tied]
+        self.names = StageNames(modules, self.ties, self.schedule, self.axis_name, worker)
         for tie in self.ties:
             tie.equalize(worker)
 
@@ -164,12 +178,52 @@ class Pipeline(nn.Module):
         value = step.from_last(_joined([outputs[k] for k in sorted(outputs)]) if outputs else None)
         return structured(value.structure, value.tensors)
 
-    def state_of_stages(self, state_of: Callable[[nn.Module], dict[str, Any]]) -> dict[str, Any]:
-        """The states of all stages on every worker, for `spt.state_dict`. state_of: gives that of a stage."""
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        stages = self.modules_by_stage.items() if recurse else ()
+        found = {(k, name): p for k, m in stages for name, p in m.named_parameters("", True, remove_duplicate)}
+        return self._renamed(prefix, found, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        stages = self.modules_by_stage.items() if recurse else ()
+        found = {(k, name): b for k, m in stages for name, b in m.named_buffers("", True, remove_duplicate)}
+        return self._renamed(prefix, found, remove_duplicate)
+
+    def _renamed(self, prefix: str, found: dict[tuple[int, str], Any], once: bool) -> Iterator[tuple[str, Any]]:
+        """Tensors by their names in the model. once: those that several stages use only at first."""
+        seen: set[int] = set()
+        for (k, name), x in found.items():
+            if not once or id(x) not in seen:
+                seen.add(id(x))
+                yield f"{prefix}{'.' if prefix else ''}{self.names.full(k, name)}", x
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+        """The states of all stages; with `spt.state_dict(module, whole=False)` those of this worker's."""
         worker = here(WHERE)
         with whole_comm(worker.comm).uncounted():
-            own = {k: state_of(stage) for k, stage in self.modules_by_stage.items()}
-        return state_of_stages(own, self.schedule, self.axis_name, worker, device_of(worker))
+            stages = self.modules_by_stage.items()
+            found = {k: state_dict(m) if saves_whole() else blocks_of(m, keep_vars) for k, m in stages}
+        if destination is None:
+            destination = OrderedDict()
+            destination._metadata = OrderedDict()
+        for k, state in found.items():
+            for key, values in getattr(state, "_metadata", {}).items():
+                destination._metadata[f"{prefix}stages.{k}{'.' if key else ''}{key}"] = values
+        if saves_whole():
+            found = gathered_states(found, self.schedule, self.axis_name, worker, device_of(worker))
+        for k, state in found.items():
+            destination |= {f"{prefix}{name}": x for name, x in self.names.renamed(k, state).items()}
+        own = {name: Place(w, p and f"{prefix}{p}") for name, (w, p) in self.names.places.items()}
+        destination._places = places_of(destination) | {f"{prefix}{name}": place for name, place in own.items()}
+        return destination
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Take the states of this worker's stages out of those of all."""
+        names = [name for name in self.names.places if f"{prefix}{name}" in state_dict]
+        values = {name: state_dict.pop(f"{prefix}{name}") for name in names}
+        for k in self.modules_by_stage:
+            own = self.names.of_stage(k).items()
+            state_dict |= {f"{prefix}stages.{k}.{name}": values[full] for full, name in own if full in values}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def norm_of_stages(self, p: float) -> torch.Tensor:
         """The p-norm of the gradients of all stages, for `spt.grad_norm`. Parameters that are tied count once."""
