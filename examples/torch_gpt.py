@@ -7,14 +7,14 @@
     python examples/torch_gpt.py --sequence               positions are split too, outside of attention
     python examples/torch_gpt.py --shard                  parameters and states are split over `data` too
     python examples/torch_gpt.py --stage 2                layers in two stages, a pipeline
-    python examples/torch_gpt.py --experts 4              mixtures of experts, which lie over `data`
+    python examples/torch_gpt.py --experts 4              mixtures of experts, which lie over `data`, or by --expert 2
     python examples/torch_gpt.py --checkpoints run        saves there, and goes on from there, on any mesh
     python examples/torch_gpt.py --check                  trains on one worker too, and compares step by step
     python examples/torch_gpt.py --picture gpt.png        draws the losses, and how weights lie
 
 `GPT` is a module of plain PyTorch, and `train` is the loop of one worker: gradients of several minibatches are added
 up, and clipped by the norm of all together; the rate of AdamW falls as a cosine. `parallel` says how the layers are
-split over the mesh axis `model`, and `staged` how they lie along `stage`. Samples are split over `data`.
+split over the mesh axis `model`, and `staged` how they lie along `stage`. Samples are split over `data` and `expert`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,16 @@ def perceptron(width: int) -> nn.Module:
     return nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
 
 
+SAMPLES = P(("data", "expert"))
+
+
 class Mixture(nn.Module):
-    """For each character two of some experts. axis_name: of the mesh, along which they lie."""
+    """For each character two of some experts. axis_name: of the mesh, along which they lie. routing: the latest scores,
+    and the axes that split the characters, for the loss that balances the experts."""
 
     def __init__(self, width: int, experts: int):
         super().__init__()
-        self.gate, self.axis_name = nn.Linear(width, experts, bias=False), None
+        self.gate, self.axis_name, self.routing = nn.Linear(width, experts, bias=False), None, ()
         self.w1 = nn.Parameter(torch.randn(experts, width, 4 * width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(experts, 4 * width, width) * width**-0.5 / 2)
 
@@ -71,12 +75,15 @@ class Mixture(nn.Module):
         self.w1, self.w2 = (spt.Parameter(w.detach(), P(axis_name)) for w in (self.w1, self.w2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        block = x.block() if isinstance(x, spt.GlobalTensor) else x
+        layout = x.block_layout if isinstance(x, spt.GlobalTensor) else None
+        block = x.block() if layout else x
         rows = block.flatten(0, 1)
-        w1, w2 = (w.block() if isinstance(w, spt.Parameter) else w for w in (self.w1, self.w2))
+        scores = self.gate(rows)
+        w1, w2 = (w.block() if isinstance(w, spt.PartitionedTensor) else w for w in (self.w1, self.w2))
         expert = lambda w, rows: F.gelu(rows @ w[0]) @ w[1]
-        y = spt.functions.experts(rows, self.gate(rows), expert, self.axis_name, params=(w1, w2)).view_as(block)
-        return spt.GlobalTensor.from_block(y, P(self.axis_name)) if block is not x else y
+        y = spt.functions.experts(rows, scores, expert, self.axis_name, params=(w1, w2)).view_as(block)
+        self.routing = scores, tuple(layout.varying) if layout else None
+        return spt.GlobalTensor.from_block(y, layout.spec) if layout else y
 
 
 class Block(nn.Module):
@@ -131,8 +138,10 @@ def parallel(net: nn.Module, args: argparse.Namespace, specs: P | None = None) -
     model = spt.parallelize(net, plan, in_specs=specs, out_specs=specs)
     for module in model.modules():
         if isinstance(module, Mixture):
-            module.spread("data")
-    return spt.shard_parameters(model, "data", unit=Block) if args.shard else model
+            module.spread("expert" if args.expert > 1 else "data")
+    unit = Block if any(isinstance(module, Block) for module in model.modules()) else None
+    varying = "stage" if args.stage > 1 else ()
+    return spt.shard_parameters(model, "data", unit=unit, varying=varying) if args.shard else model
 
 
 def staged(net: GPT, args: argparse.Namespace) -> spt.Pipeline:
@@ -140,7 +149,7 @@ def staged(net: GPT, args: argparse.Namespace) -> spt.Pipeline:
     stages: list = spt.split_stages(net, args.stage)
     for k in range(args.stage):
         here = k == spt.worker_index("stage")
-        stages[k] = parallel(stages[k], args, P("data")) if here else None
+        stages[k] = parallel(stages[k], args, SAMPLES) if here else None
     tied = [(0, "embedding.table.weight"), (args.stage - 1, "scores.head.weight")]
     loss = lambda scores, following: cross_entropy(scores, following) / (args.batch * args.context)
     return spt.pipeline(
@@ -152,15 +161,18 @@ def cross_entropy(scores: torch.Tensor, following: torch.Tensor, reduction: str 
     return F.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction=reduction)
 
 
-def gradients(model: nn.Module, text: torch.Tensor, parts: int, split: Callable) -> torch.Tensor:
-    """Set the gradients of the mean loss over text, (samples, positions + 1), in so many parts. The loss."""
+def gradients(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, split: Callable) -> torch.Tensor:
+    """Set the gradients of the mean loss over text, (samples, positions + 1), in some parts. The loss."""
     model.zero_grad()
     total = torch.zeros(())
-    for x, following in ((split(part[:, :-1]), split(part[:, 1:])) for part in text.chunk(parts)):
+    for x, following in ((split(part[:, :-1]), split(part[:, 1:])) for part in text.chunk(args.accumulate)):
         if isinstance(model, spt.Pipeline):
-            loss = spt.psum(model.backward(x, following), "data")
+            loss = spt.psum(model.backward(x, following), ("data", "expert"))
         else:
-            loss = cross_entropy(model(x), following, "mean") * (len(x) / len(text))
+            loss = cross_entropy(model(x), following, "mean")
+            for mixture in (m for m in model.modules() if args.balance and isinstance(m, Mixture)):
+                loss = loss + args.balance * spt.functions.load_balance_loss(*mixture.routing)
+            loss = loss * (len(x) / len(text))
             loss.backward()
         total = total + loss.detach()
     return total
@@ -185,7 +197,7 @@ def train(model: nn.Module, text: torch.Tensor, args: argparse.Namespace, split:
             for step in spmd.progress(steps, label="training"):
                 starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=draws)
                 batch = text[starts + torch.arange(args.context + 1)]
-                run["losses"][step] = gradients(model, batch, args.accumulate, split)
+                run["losses"][step] = gradients(model, batch, args, split)
                 spt.clip_grad_norm_(model, args.clip)
                 optimizer.step()
                 schedule.step()
@@ -235,16 +247,14 @@ def main() -> None:
     net = GPT(len(alphabet), args)
 
     def body():
-        if args.stage > 1:
-            model = staged(net, args)
-            losses = train(model, text, args, lambda x: spt.put(x, P("data")).block())
-            return losses, {name.split(".", 2)[2]: x for name, x in spt.state_dict(model).items()}, {}
-        model = parallel(net, args)
-        losses = train(model, text, args, lambda x: spt.put(x, P("data")), args.checkpoints)
-        layouts = {name: getattr(x, "block_layout", None) for name, x in model.named_parameters()}
-        return losses, spt.state_dict(model), layouts  # of whole tensors
+        model = staged(net, args) if args.stage > 1 else parallel(net, args)
+        split = lambda x: spt.put(x, SAMPLES).block() if args.stage > 1 else spt.put(x, SAMPLES)
+        losses = train(model, text, args, split, args.checkpoints)
+        named = model.named_parameters() if args.stage == 1 else ()
+        layouts = {name: getattr(x, "block_layout", None) for name, x in named}
+        return losses, spt.state_dict(model), layouts  # of whole tensors, of all stages
 
-    with spmd.Mesh(stage=args.stage, data=args.data, model=args.model) as mesh:
+    with spmd.Mesh(stage=args.stage, data=args.data, expert=args.expert, model=args.model) as mesh:
         say(f"{mesh}, {mesh.transport.name} transport: {sum(p.numel() for p in net.parameters())} parameters")
         losses, state, layouts = spt.map(body, (), None)()
         if not spmd.is_main():
@@ -275,7 +285,7 @@ def draw(args: argparse.Namespace, losses: torch.Tensor, layouts: dict) -> None:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     curve, *places = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     curve.plot(range(1, len(losses) + 1), losses, color="#D55E00")
-    curve.set(title=f"loss, {args.data * args.model} workers", xlabel="step")
+    curve.set(title=f"loss, {args.data * args.expert * args.model} workers", xlabel="step")
     for name, axes in zip(("w1", "w2") if args.experts else ("up.weight", "down.weight"), places, strict=True):
         spmd.plot.layout(layouts[f"block0.layers.{name}"], title=name, ax=axes)
     figure.savefig(args.picture, dpi=120)
@@ -292,6 +302,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=["gpipe", "1f1b", "zero_bubble"], default="1f1b", help="of a pipeline")
     parser.add_argument("--microbatches", type=int, default=4, help="of each part of a batch, in a pipeline")
     parser.add_argument("--experts", type=int, default=0, help="of each block, over `data`; 0: a perceptron")
+    parser.add_argument("--expert", type=int, default=1, help="workers that share experts; 1: those of `data` do")
+    parser.add_argument("--balance", type=float, help="weight of the loss that balances experts (default: 0.01, or 0)")
     parser.add_argument("--sequence", action="store_true", help="split positions too, outside of attention")
     parser.add_argument("--shard", action="store_true", help="split parameters over `data` too, as ZeRO-3 and FSDP")
     parser.add_argument("--steps", type=int, default=100, help="steps of training")
@@ -311,12 +323,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="train on one worker too, and compare step by step")
     parser.add_argument("--picture", metavar="FILE", help="draw the losses, and how two weights lie")
     args = parser.parse_args()
-    if args.stage > 1 and (args.sequence or args.shard or args.checkpoints or args.picture):
-        parser.error("--stage goes with --data, --model and --experts, not with the other options of layouts and files")
     if args.stage > args.layers + 2:
         parser.error(f"--stage {args.stage}: there are {args.layers + 2} layers, with the first and the last one")
-    if args.experts == 1 or (args.experts and (args.sequence or args.shard)):
-        parser.error("--experts: two or more, without --sequence and --shard")
+    if args.stage > 1 and args.picture:
+        parser.error("--picture: a worker knows only how the layers of its own stage lie")
+    if args.experts == 1 or (args.expert > 1 and not args.experts):
+        parser.error("--experts: two or more, as each character takes two; --expert is for these")
+    if args.shard and args.experts and args.expert == 1:
+        parser.error("--shard: experts lie over `data` already; --expert 2 gives them an axis of their own")
+    if args.balance is None:
+        args.balance = 0.01 if args.experts and args.stage == 1 else 0.0
+    elif args.balance and (not args.experts or args.stage > 1):
+        parser.error("--balance: with --experts; without --stage, of which each microbatch would be balanced by itself")
     return args
 
 

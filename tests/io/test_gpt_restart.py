@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from gpt_options import mesh_options, model_options, words
 from launch import PROGRAMS, ROOT, TORCHRUN, launch, mpiexec, run_python
 
 torch = pytest.importorskip("torch")
@@ -53,6 +55,7 @@ def killed(tmp_path_factory) -> Path:
     "mesh",
     [
         ("--data", "3", "--model", "1"),
+        ("--data", "1", "--model", "1", "--stage", "3"),
         pytest.param(("--data", "1", "--model", "1"), marks=pytest.mark.full),
         pytest.param(("--data", "1", "--model", "4"), marks=pytest.mark.full),
         pytest.param(("--data", "3", "--model", "2", "--shard"), marks=pytest.mark.full),
@@ -63,6 +66,18 @@ def killed(tmp_path_factory) -> Path:
 def test_a_killed_run_goes_on_on_another_mesh(killed, mesh, tmp_path):
     shutil.copytree(killed, tmp_path / "run")
     assert 0 < goes_on(tmp_path / "run", *mesh) < KILLED_IN
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_a_killed_run_goes_on_with_other_options(seed, tmp_path):
+    """Any stages, experts along any axis, and anything else that goes together."""
+    draw = random.Random(seed)
+    model = model_options(draw) | {"experts": draw.choice([0, 3])}
+    options = (*OPTIONS, *words(model), "--balance", "0", "--checkpoints", tmp_path / "run")
+    ended = run_python(KILLED, "0", str(KILLED_IN), *options, *mesh_options(draw, model), PYTHONPATH=PATH)
+    assert ended.returncode == -9, str(ended)
+    assert 0 < goes_on(tmp_path / "run", *words(model), "--balance", "0", *mesh_options(draw, model)) < KILLED_IN
 
 
 @pytest.mark.parametrize("python", [MPIEXEC, pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.full)])

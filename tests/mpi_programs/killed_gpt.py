@@ -22,7 +22,7 @@ def main(victim: int, step: int) -> None:
     gradients, counts = gpt.gradients, Counter()
 
     def killed(*args):
-        worker = spmd.worker_index(("data", "model"))
+        worker = spmd.worker_index(("stage", "data", "expert", "model"))
         counts[worker] += 1
         loss = gradients(*args)
         if worker == victim and counts[worker] == step:

@@ -440,14 +440,14 @@ def _parameter_names(x: Any, others: Mapping[str, Any]) -> tuple[list[str], dict
             continue
         state = blocks_of(module, keep_vars=True)
         of_stages = places_of(state)
-        names: dict[int, Any] = {id(p): name for name, p in module.named_parameters()}
-        names |= {id(state[name]): place.parameter for name, place in of_stages.items() if name in state}
-        own = {key: (tree_name, name) for key, name in names.items() if key in ids}
+        ours: dict[int, Any] = {id(p): name for name, p in module.named_parameters()}
+        ours |= {id(state[name]): place.parameter for name, place in of_stages.items() if name in state}
+        own = {key: (tree_name, name) for key, name in ours.items() if key in ids}
         found = own | found
-        if own:
+        if own or not ids:  # of an optimiser of no parameters, those of a stage
             kept = dict.fromkeys(place.parameter for place in of_stages.values() if place.parameter is not None)
             places |= {(tree_name, name): of_stages[name].workers for name in kept}
-    is_one = len({tree_name for tree_name, _ in found.values()}) == 1
+    is_one = len({tree_name for tree_name, _ in (*found.values(), *places)}) == 1
     called = lambda tree_name, name: name if is_one else joined(tree_name, name)
     of_modules = {k: called(*each) for k, each in found.items()}
     if len(of_modules) == len(parameters):

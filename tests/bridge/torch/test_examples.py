@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+from gpt_options import mesh_options, model_options, words
 from launch import ROOT, TORCHRUN, launch, mpiexec, run_python
 from loaded import load
 
@@ -204,7 +205,8 @@ GPTS = [
     ("--data", "2", "--model", "1", "--stage", "3"),
     ("--data", "1", "--model", "2", "--stage", "4", "--layers", "3", "--batch", "3"),  # empty microbatches
     ("--data", "3", "--model", "1", "--stage", "2", "--experts", "2", "--batch", "5", "--accumulate", "2"),
-    ("--data", "2", "--model", "2", "--experts", "3"),
+    ("--data", "2", "--model", "2", "--experts", "3", "--balance", "0.5", "--sequence"),
+    ("--data", "2", "--model", "1", "--experts", "3", "--expert", "2", "--shard", "--stage", "2"),
     ("--data", "3", "--model", "1", "--experts", "2"),  # one worker has no expert
     ("--data", "2", "--model", "3", "--sequence"),
     ("--data", "1", "--model", "5", "--sequence", "--context", "3"),
@@ -226,37 +228,25 @@ def test_a_gpt_on_any_mesh(mesh, output):
         assert (f" kB along {name}" in text) == (name in axes)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.full) for k in range(1, 40))])
 def test_a_gpt_with_random_options(seed, output):
     draw = random.Random(seed)
-    experts, stage = draw.choice([0, 2, 3, 5]), draw.choice([1, 2, 3, 4])
-    numbers = {
-        "data": draw.randint(1, 3),
-        "model": draw.randint(1, 2),
-        "stage": stage,
-        "experts": experts,
-        "layers": draw.randint(max(1, stage - 2), 4),
-        "batch": draw.randint(3, 9),
-        "accumulate": draw.randint(1, 3),
-        "microbatches": draw.randint(1, 5),
-        "clip": draw.choice([0.3, 1e9]),
-        "context": draw.randint(2, 9),
-    }
-    flags = [] if experts or stage > 1 else draw.sample(["--sequence", "--shard"], draw.randint(0, 2))
-    schedule = draw.choice(["gpipe", "1f1b", "zero_bubble"])
-    words = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    assert max(apart(output(GPT, *SMALL_GPT, *words, *flags, "--schedule", schedule))) < 1e-10
+    model = model_options(draw)
+    options = [*words(model), *mesh_options(draw, model), "--clip", draw.choice(["0.3", "1e9"])]
+    text = output(GPT, *SMALL_GPT, *options)
+    assert max(apart(text)) < 1e-10
+    losses(text)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--stage", "2", "--shard"), "--stage goes with"),
-        (("--stage", "2", "--checkpoints", "a"), "--stage goes with"),
+        (("--stage", "2", "--picture", "a"), "the layers of its own stage"),
         (("--stage", "4", "--layers", "1"), "there are 3 layers"),
         (("--experts", "1"), "two or more"),
-        (("--experts", "3", "--shard"), "without --sequence and --shard"),
+        (("--expert", "2"), "--expert is for these"),
+        (("--experts", "3", "--shard"), "--expert 2 gives them an axis of their own"),
+        (("--experts", "3", "--stage", "2", "--balance", "0.1"), "each microbatch would be balanced by itself"),
     ],
 )
 def test_options_of_a_gpt_that_do_not_go_together(output, capsys, options, said):

@@ -156,6 +156,24 @@ def test_stages_of_equal_names_and_of_any_states(stages, tmp_path):
     assert "head.weight" in numbers
 
 
+def test_a_stage_without_parameters_goes_on(tmp_path):
+    def run(stages: list[nn.Module], start: float) -> Any:
+        step = spt.pipeline(stages, microbatches=1, loss=torch.mean)
+        optimizer = torch.optim.SGD([{"params": [*step.parameters()]}], lr=0.1, momentum=0.5)
+        state = {"net": step, "optimizer": optimizer}
+        if not start:
+            spmd.load(tmp_path, like=state)
+        for p in step.parameters():
+            p.grad = torch.full_like(p, start)
+        optimizer.step()
+        spmd.save(tmp_path, state)
+
+    for stages, start in (([nn.Linear(2, 2), nn.Tanh()], 3.0), ([nn.Linear(2, 2)], 0.0)):
+        with spmd.Mesh(stage=len(stages)):
+            spt.map(lambda stages=stages, start=start: run(stages, start), (), None)()
+    assert np.all(spmd.load(tmp_path)["optimizer"]["state"]["bias"]["momentum_buffer"] == 1.5)
+
+
 def test_a_pipeline_is_exported_as_the_whole_model(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     body(TWO, lambda step: spmd.io.export(tmp_path, step))
