@@ -32,6 +32,7 @@ SECTIONS = {
     "bridge": ("benchmarks.bridge", "BRIDGE"),
     "plans": ("benchmarks.plans", "PLANS"),
     "sharding": ("benchmarks.sharding", "SHARDING"),
+    "pipelines": ("benchmarks.pipelines", "PIPELINES"),
     "saving": ("benchmarks.saving", "SAVING"),
     "checks": ("benchmarks.checks", "CHECKS"),
     "profiles": ("benchmarks.profiles", "PROFILES"),

@@ -259,7 +259,7 @@ class Section:
 @dataclass
 class Measured:
     """What one contestant showed in one case. seconds: of a repetition, one entry a round. peak: bytes above the start,
-    of all its processes."""
+    of the process that takes the most, times its processes."""
 
     seconds: list[float]
     peak: int | None = None
@@ -274,15 +274,15 @@ class Measured:
 
 def contend(module: str, section: str, name: str, quick: bool) -> None:
     """A contestant's process: does what it is told over a socket, on which it waits without using a processor. The
-    first process of a contestant answers."""
+    first process of a contestant answers; all say how much memory they take."""
     first = int(os.environ.get("RANK", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))) == 0
     line = socket.socket(socket.AF_UNIX)
     line.connect(os.environ[_ORDERS])
     talk = line.makefile("rw")
     sys.stdout = sys.stderr
 
-    def answer(what: Any) -> None:
-        if first:
+    def answer(what: Any, by_all: bool = False) -> None:
+        if first or by_all:
             print(json.dumps(what), file=talk, flush=True)
 
     print(json.dumps(first), file=talk, flush=True)
@@ -317,7 +317,7 @@ def contend(module: str, section: str, name: str, quick: bool) -> None:
             case.drop()
             gc.collect()
             _release()
-            answer(case.kept + _peak(case))
+            answer(case.kept + _peak(case), by_all=True)
 
 
 _ORDERS = "BENCHMARK_ORDERS"
@@ -451,15 +451,24 @@ class Job:
         self.cases: list[str] = self.answer()
 
     def ask(self, *order: Any) -> Any:
+        """The answer of the first process."""
+        self._tell(order)
+        return self.answer()
+
+    def ask_all(self, *order: Any) -> list[Any]:
+        """The answers of all processes."""
+        self._tell(order)
+        return [self.answer(k) for k in range(len(self.lines))]
+
+    def _tell(self, order: Sequence[Any]) -> None:
         try:
             for talk in self.lines:
                 print(json.dumps([str(x) for x in order]), file=talk, flush=True)
         except OSError:
             raise self._ended() from None
-        return self.answer()
 
-    def answer(self) -> Any:
-        line = self.lines[0].readline()
+    def answer(self, process: int = 0) -> Any:
+        line = self.lines[process].readline()
         if not line:
             raise self._ended()
         return json.loads(line)
@@ -620,7 +629,7 @@ def _weigh(module: str, attribute: str, table: Table, quick: bool, folder: Path)
             continue
         try:
             for case, shown in rows.items():
-                shown.peak = job.ask("peak", case) * who.processes
+                shown.peak = max(job.ask_all("peak", case)) * who.processes
         except Ended as error:
             table.leave(who.name, "the weighing", error)
         finally:

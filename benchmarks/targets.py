@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks import sharding
+from benchmarks import pipelines, sharding
 from benchmarks.collectives import VERBS
 from benchmarks.contest import TOLD, Measured, Table
 from benchmarks.loops import BLOCK
@@ -93,6 +93,7 @@ def _targets() -> Iterator[Target]:
     yield from _of_loops()
     yield from _of_plans()
     yield from _of_sharding()
+    yield from _of_pipelines()
     for case in (*WRITES, *READS):
         yield Target("saving", case, ("torch DCP", "torch DCP, a file each"), 1)
         yield Target("saving", case, ("cp",), 0.5)
@@ -141,6 +142,17 @@ def _of_sharding() -> Iterator[Target]:
         if kind == "sharded":
             for engine in engines:
                 yield Target("sharding", case, (peers[kind],), 1, "memory", (engine,))
+
+
+def _of_pipelines() -> Iterator[Target]:
+    engines = "spmd tensors, MPI", "spmd tensors, gloo"
+    for case in (*pipelines.SLEEPING.values(), *pipelines.REMOTE.values()):
+        for engine in ("spmd, MPI", *engines):
+            yield Target("pipelines", case, ("ideal",), 1 / 1.05, ours=(engine,))
+    for case in pipelines.PERCEPTRONS.values():
+        yield Target("pipelines", case, ("torch pipelining",), 1, ours=engines)
+        for engine in engines:
+            yield Target("pipelines", case, ("torch pipelining",), 1, "memory", (engine,))
 
 
 TARGETS = tuple(_targets())

@@ -381,3 +381,30 @@ def test_memory_that_processes_share_is_counted_once():
                 other.communicate("\n", timeout=20)
             os.close(file)
     assert 15 << 20 < peak < 19 << 20
+
+
+UNEVEN = """
+import os
+import time
+import numpy as np
+from benchmarks.contest import Case, Section, repeated
+
+UNEVEN = Section("uneven", "processes that take different memory", memory=True)
+
+
+@UNEVEN.contestant("spmd", launcher="torchrun", processes=2, needs=("torch",))
+def _(quick):
+    nbytes = (4 << 20) * (1 + 2 * int(os.environ["RANK"]))
+    return {"fill": lambda: Case(repeated(lambda: np.ones(nbytes, np.uint8)), list)}
+"""
+
+
+@pytest.mark.torch
+def test_the_peak_is_that_of_the_process_that_takes_the_most(tmp_path):
+    """The second of two processes fills 12 MB, the first one 4."""
+    pytest.importorskip("torch")
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    code = "from benchmarks import contest; print(contest.compete('uneven', 'UNEVEN', True).rows['fill']['spmd'].peak)"
+    done = run_python("-c", code, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert 23 << 20 < int(done.stdout.splitlines()[-1]) < 28 << 20

@@ -63,7 +63,7 @@ class SampleWeights:
         """The share of microbatch k of a loss; nothing of a microbatch without samples."""
         if self.shares is None:
             self.shares = self._counted(value)
-        return self._weighted(value, self.shares[k])
+        return self._weighted(value, self.shares[k], self.sizes[k] > 0)
 
     def quiet(self, k: int) -> AbstractContextManager[Any]:
         """Without warnings of divisions where this worker has no samples, whose mean is 0/0 and counts for nothing."""
@@ -102,7 +102,7 @@ class SampleWeights:
     def _array(self, numbers: Sequence[float]) -> Any:
         return np.asarray(numbers, np.float64)
 
-    def _weighted(self, value: Any, share: Any) -> Any:
-        """The share of a loss; nothing of one that may be the mean of no samples."""
+    def _weighted(self, value: Any, share: Any, counts: bool) -> Any:
+        """The share of a loss. counts: whether it has samples; else it may be the mean of none, and is then nothing."""
         share = share.astype(value.dtype) if hasattr(value, "dtype") else share
-        return np.where(share == 0, np.zeros_like(value), value * share)
+        return value * share if counts else np.where(share == 0, np.zeros_like(value), value * share)

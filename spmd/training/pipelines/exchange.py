@@ -30,6 +30,7 @@ class Exchange:
         self.schedule, self.group, self.comm = schedule, group, whole_comm(worker.comm)
         self.first = self.comm.number
         self.numbers = {transfer: k for k, transfer in enumerate(schedule.transfers)}
+        self.plans: dict[tuple[str, bool, int], Plan] = {}
         self.frame = caller(sys._getframe(1))
         self._counting = ExitStack()
 
@@ -43,15 +44,14 @@ class Exchange:
 
     def send(self, transfer: Transfer, message: np.ndarray) -> None:
         """Send what a transfer carries, without waiting for it to be taken."""
-        self._run(transfer, message, (None, ...), Forward(None, (0,)))
+        self._run(transfer, message, True)
 
     def take(self, transfer: Transfer) -> np.ndarray:
         """What a transfer carries, once it has come."""
-        return self._run(transfer, np.empty(0, np.uint8), (None, None), Forward(0))
+        return self._run(transfer, np.empty(0, np.uint8), False)
 
-    def _run(self, transfer: Transfer, message: np.ndarray, parts: Any, combine: Forward) -> np.ndarray:
-        pair = Pair(self.group, transfer.source, transfer.target, transfer.stream)
-        plan = Plan("exchange", pair, message.shape, message.dtype, parts, combine, _nothing)
+    def _run(self, transfer: Transfer, message: np.ndarray, sends: bool) -> np.ndarray:
+        plan = self._plan(transfer, message, sends)
         detail = f"{transfer.kind} {transfer.microbatch} of stage {transfer.stage}"
         axes = self.group.axes
         call = Call("pipeline", axes, plan.dtype, plan.shape, detail=detail, same_shape=None, frame=self.frame)
@@ -59,6 +59,17 @@ class Exchange:
         with self.comm.uncounted():
             self.comm.number = self.first + self.numbers[transfer]
             return self.comm.run(plan, call, message).wait()[0]
+
+    def _plan(self, transfer: Transfer, message: np.ndarray, sends: bool) -> Plan:
+        """The plan of a transfer. Messages of one stream and length have the same."""
+        key = transfer.stream, sends, message.nbytes
+        plan = self.plans.get(key)
+        if plan is None:
+            pair = Pair(self.group, transfer.source, transfer.target, transfer.stream)
+            parts, combine = ((None, ...), Forward(None, (0,))) if sends else ((None, None), Forward(0))
+            plan = Plan("exchange", pair, message.shape, message.dtype, parts, combine, _nothing)
+            self.plans[key] = plan
+        return plan
 
 
 def from_last(worker: Worker, group: Group, message: np.ndarray | None, frame: Any) -> np.ndarray:

@@ -37,5 +37,6 @@ class TensorWeights(SampleWeights):
     def _array(self, numbers: Sequence[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device_of(WORKER.get()))
 
-    def _weighted(self, value: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        return torch.where(share == 0, torch.zeros_like(value), value * share.to(value.dtype))
+    def _weighted(self, value: torch.Tensor, share: torch.Tensor, counts: bool) -> torch.Tensor:
+        weighted = value * share.to(value.dtype)
+        return weighted if counts else torch.where(share == 0, torch.zeros_like(value), weighted)
