@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import spmd
 from mistakes import Row
 from spmd import P
 from spmd.bridge import torch as spt
@@ -110,6 +111,13 @@ def _unequal_parts(net: Any) -> None:
 UNSUMMED = "a .grad that holds this worker's own part, of a backward under no_sync"
 SHARD = "spt.shard_parameters: argument"
 
+
+def _own_gradients() -> None:
+    net = nn.Linear(2, 2, bias=False)
+    net.weight.grad = torch.full((2, 2), 1.0 + spt.worker_index("data"))
+    spt.clip_grad_norm_(net, 1.0)
+
+
 ROWS = [
     Row("units by a pattern that matches nothing", sharded(unit="layers.*"), StateError,
         f"{SHARD} unit", "'layers.*', which no part of Sequential is", "'0', '1'", "print(module)"),
@@ -134,6 +142,9 @@ ROWS = [
         "optimizer.step: argument 0.weight", UNSUMMED, "the sum over workers", "outside of no_sync"),
     Row("a norm before the sum", _unsummed(lambda net, optimizer: spt.clip_grad_norm_(net, 1.0)), StateError,
         "spt.grad_norm: argument 0.weight", UNSUMMED, "the sum over workers", "outside of no_sync"),
+    Row("a norm of gradients that differ", lambda: spt.map(_own_gradients, (), None, mesh=spmd.Mesh(data=2))(),
+        StateError, "spt.grad_norm: argument modules", "2 on one worker along 'data', 4 on another",
+        "the same gradients on all workers", "varying='data'"),
     Row("gradients changed before the sum",
         _unsummed(lambda net, optimizer: net(X).sum().backward(), after=_halve), StateError,
         f"{SHARD} 0.weight", "a .grad that was changed after a backward under no_sync", "left unchanged until the sum",

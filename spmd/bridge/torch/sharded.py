@@ -28,8 +28,10 @@ from spmd.bridge.torch.unsummed import check_summed
 from spmd.bridge.torch.worker_context import assigned, context_of, device_of
 from spmd.errors import LayoutError, StateError, describe
 from spmd.layout import Layout, P
-from spmd.mesh import WORKER, here
+from spmd.mesh import WORKER, Worker, here
+from spmd.operators.at_root import root_axes
 from spmd.operators.base import named
+from spmd.operators.partial_comm import whole_comm
 from spmd.operators.sums import Sum
 from spmd.tracebacks import api_boundary
 
@@ -40,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "grad_norm",
     "norm_of_gradients",
+    "norm_over",
     "over_workers",
     "places_of",
     "saves_whole",
@@ -277,12 +280,16 @@ def _parameters(modules: nn.Module | Iterable[nn.Module]) -> Iterator[nn.Paramet
 
 
 @api_boundary
-def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) -> torch.Tensor:
+def grad_norm(
+    modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0, *, varying: str | Sequence[str] = ()
+) -> torch.Tensor:
     """The norm of all gradients of modules as one vector. Each block and each replicated parameter counts once. It is
     the same on all workers, and equal to that of the same module without shards.
 
     modules: a module, or several. norm_type: of the p-norm, above 0; infinity for the largest. In at least float32.
-    Cost: one all-reduce of a number for each set of axes over which parameters lie. Collective; no gradient.
+    varying: axes along which workers have parameters of their own, as modules of `spt.remote`, and stages by hand.
+    Cost: one all-reduce of a number for each set of axes over which parameters lie, and one to compare the norms of all
+    workers. Collective; no gradient. Raises StateError where the norms differ.
 
         >>> def body():
         ...     layer = spt.nn.Linear(2, 8, bias=False, w_spec=P("x"))
@@ -303,12 +310,51 @@ def grad_norm(modules: nn.Module | Iterable[nn.Module], norm_type: float = 2.0) 
         parts = [m.norm_of_stages(p) for m in pipelines]
         others = [m for m in roots if m not in pipelines]
         if others or not parts:
-            parts.append(norm_of_gradients(_parameters(others), p))
-        if len(parts) == 1:
-            return parts[0]
-        largest = p == float("inf")
-        total = _combined([part if largest else part**p for part in parts], largest)
-        return total if largest else total ** (1 / p)
+            parts.append(_norm_along(varying, _parameters(others), p))
+        total = parts[0] if len(parts) == 1 else _combined_norm(parts, p)
+        worker = WORKER.get()
+        if worker is not None and worker.tracked:
+            _check_equal(worker, total)
+        return total
+
+
+def _norm_along(varying: str | Sequence[str], parameters: Iterable[nn.Parameter], p: float) -> torch.Tensor:
+    """The p-norm of the gradients of parameters that differ along some axes."""
+    if not varying:
+        return norm_of_gradients(parameters, p)
+    worker = here("spt.grad_norm")
+    axes = worker.mesh.names(varying, "spt.grad_norm")
+    with whole_comm(worker.comm).uncounted():  # others may have parameters in other layouts
+        norm = norm_of_gradients(parameters, p)
+    return norm_over(axes, norm, p)
+
+
+def _combined_norm(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    if p == float("inf"):
+        return _combined(parts, True)
+    return _combined([part**p for part in parts], False) ** (1 / p)
+
+
+def norm_over(axes: tuple[str, ...], norm: torch.Tensor, p: float) -> torch.Tensor:
+    """The p-norm of the vectors of all workers along some axes together, of whose parts these are the norms."""
+    if p == float("inf"):
+        return over_workers(axes, norm, True)
+    return over_workers(axes, norm**p, False) ** (1 / p)
+
+
+def _check_equal(worker: Worker, norm: torch.Tensor) -> None:
+    """Raise StateError on all workers if they have different norms."""
+    for axis in [n for n, size in worker.mesh.axes.items() if size > 1 and n not in root_axes(worker)]:
+        largest, smallest = over_workers((axis,), torch.stack([norm, -norm]), True).tolist()
+        if largest + smallest > 1e-6 * abs(largest):
+            raise StateError.at(
+                "spt.grad_norm",
+                argument="modules",
+                got=f"gradients whose norm is {-smallest:.6g} on one worker along {axis!r}, {largest:.6g} on another",
+                need="parameters with the same gradients on all workers, but for blocks",
+                mend=f"varying={axis!r} where workers have their own parameters, as stages or modules of spt.remote; "
+                "spt.data_parallel, which sums the gradients of copies",
+            )
 
 
 def norm_of_gradients(parameters: Iterable[nn.Parameter], p: float) -> torch.Tensor:
@@ -360,6 +406,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    varying: str | Sequence[str] = (),
 ) -> torch.Tensor:
     """Scale the gradients of modules, in place, so that the norm of all together is at most max_norm.
 
@@ -376,7 +424,7 @@ def clip_grad_norm_(
         (tensor(8.4853, dtype=torch.float64), tensor(1.0000, dtype=torch.float64))
     """
     modules = modules if isinstance(modules, nn.Module) else list(modules)
-    total = grad_norm(modules, norm_type)
+    total = grad_norm(modules, norm_type, varying=varying)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "

@@ -81,3 +81,41 @@ def test_the_norm_of_blocks_on_some_workers_and_of_nothing():
             spt.grad_norm(layer, 0)
 
     spt.map(main, (), None, mesh=spmd.Mesh(x=3))()
+
+
+@pytest.mark.parametrize("axes", [{"stage": 2}, {"stage": 3}, {"data": 2, "stage": 3}, {"stage": 4, "model": 2}])
+@pytest.mark.parametrize("p", [2.0, 1.0, float("inf")])
+def test_workers_with_modules_of_their_own(axes, p):
+    """Modules of remote calls: each worker has the gradients of those that it ran."""
+    torch.manual_seed(1)
+    first, last = nn.Linear(4, 5, dtype=F64), nn.Linear(5, 2, dtype=F64)
+    x, end = torch.randn(6, 4, dtype=F64), axes["stage"] - 1
+
+    def main():
+        f, g = copy.deepcopy(first), copy.deepcopy(last)
+        h = spt.remote(f, at=0, axis_name="stage")(x)
+        y = spt.remote(lambda h: g(h).square().sum(), at=end, axis_name="stage")(h)
+        spt.replicate(y.result(), "stage", end).backward()
+        with pytest.raises(StateError, match=r"along 'stage'(.|\n)*varying='stage'"):
+            spt.grad_norm([f, g], p)
+        before = spt.clip_grad_norm_([f, g], 0.5, p, varying="stage")
+        return before, spt.grad_norm([f, g], p, varying="stage")
+
+    last(first(x)).square().sum().backward()
+    parameters = [*first.parameters(), *last.parameters()]
+    before = torch.nn.utils.clip_grad_norm_(parameters, 0.5, p)
+    after = torch.linalg.vector_norm(torch.cat([q.grad.ravel() for q in parameters]), p)
+    found = spt.map(main, (), None, mesh=spmd.Mesh(**axes))()
+    close(found[0], before)
+    close(found[1], after)
+
+
+def test_gradients_of_copies_that_nobody_summed():
+    def main():
+        net = nn.Linear(2, 2, dtype=F64)
+        for q in net.parameters():
+            q.grad = torch.full_like(q, 1.0 + spt.worker_index("data"))
+        spt.clip_grad_norm_(net, 1.0)
+
+    with pytest.raises(StateError, match=r"2\.44949 on one worker along 'data', 7\.34847 on another"):
+        spt.map(main, (), None, mesh=spmd.Mesh(data=3, model=2))()

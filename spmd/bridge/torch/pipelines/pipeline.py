@@ -25,7 +25,7 @@ from spmd.bridge.torch.sharded import (
     Place,
     blocks_of,
     norm_of_gradients,
-    over_workers,
+    norm_over,
     places_of,
     saves_whole,
     state_dict,
@@ -232,9 +232,7 @@ class Pipeline(nn.Module):
         own = [parameter for parameter in self.parameters() if id(parameter) not in copies]
         with whole_comm(worker.comm).uncounted():
             norm = norm_of_gradients(own, p)
-        largest = p == float("inf")
-        total = over_workers(self.axis_name, norm if largest else norm**p, largest)
-        return total if largest else total ** (1 / p)
+        return norm_over(self.axis_name, norm, p)
 
 
 class _Step:
