@@ -19,6 +19,7 @@ from spmd import P
 from spmd.autodiff import tree
 from spmd.errors import DonatedError, JitError, SpecError
 from spmd.functions import bias_act, conv, embedding, layer_norm, softmax_cross_entropy
+from spmd.operators.move import Move
 from spmd.operators.root import Broadcast, Replicate, Rooted, Scatter, Unroot
 from spmd.state import ROOTED, VARYING
 from spmd.testing import operator_cases, operator_classes
@@ -179,7 +180,7 @@ def record_operator(kind, mesh, along):
     assert done or issubclass(kind, FROM_ROOT)
 
 
-FROM_ROOT = (Broadcast, Replicate, Scatter, Unroot)
+FROM_ROOT = (Broadcast, Move, Replicate, Scatter, Unroot)
 
 
 # Rules

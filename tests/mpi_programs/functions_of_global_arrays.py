@@ -69,6 +69,9 @@ CASES: dict[str, Callable[[Any, Lay], Any]] = {
     "embedding": lambda x, lay: F.embedding(x[0], lay(IDS, P("a"))),
     "take_rows": lambda x, lay: F.take_rows(x[0], lay(IDS, P("a"))),
     "one_hot": lambda x, lay: F.one_hot(lay(IDS, P("a")), 6) * x,
+    "experts": lambda x, lay: F.experts(x[0], x[1, :, :3], [np.tanh, np.sin, np.cos]),
+    "load_balance_loss": lambda x, lay: F.load_balance_loss(x[0], 2),
+    "router_z_loss": lambda x, lay: F.router_z_loss(x[0]),
     "inject": lambda x, lay: F.inject(x[:3, 0, 0], POINTS, (4, 4, 6)),
     "sample": lambda x, lay: F.sample(x, POINTS),
     "batch_norm": _plain("batch_norm"),
@@ -91,7 +94,8 @@ CASES: dict[str, Callable[[Any, Lay], Any]] = {
     "stencil": _plain("stencil", [(0, 0, -1), (0, 0, 0), (0, 0, 1)], [1.0, -2.0, 1.0]),
 }
 
-REFUSING = {"add_rows", "inject", "merge_moments", "resample", "sample", "stencil"}
+_OF_TOKENS = {"experts", "load_balance_loss", "router_z_loss"}
+REFUSING = {"add_rows", "inject", "merge_moments", "resample", "sample", "stencil"} | _OF_TOKENS
 """Those that take blocks alone."""
 
 

@@ -229,7 +229,7 @@ def pipeline(
     axis_name: AxisName = "stage",
     *,
     microbatches: int = 8,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "gpipe",
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b",
     loss: Callable[..., Any] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     loss_axis_name: AxisName | None = None,

@@ -7,15 +7,17 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-from launch import PROGRAMS, TORCHRUN, launch, mpiexec
-from mpi_programs.torch_remote_calls import alone, stages, trained
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import spmd
-from spmd import P
-from spmd.bridge import torch as spt
+torch = pytest.importorskip("torch")
+
+from launch import PROGRAMS, TORCHRUN, launch, mpiexec  # noqa: E402
+from mpi_programs.torch_remote_calls import alone, stages, trained  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import spmd  # noqa: E402
+from spmd import P  # noqa: E402
+from spmd.bridge import torch as spt  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
