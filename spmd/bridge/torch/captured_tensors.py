@@ -66,13 +66,13 @@ def _is_user_module(module: str) -> bool:
     return module.split(".", 1)[0] not in _LIBRARIES
 
 
-def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
-    """The leaves of the workers' graphs that f captures: they are neither arguments nor created by f.
+def captured_leaves(call: Any, run: Any) -> tuple[list[torch.Tensor], bool]:
+    """The leaves of the workers' graphs that f captures: they are neither arguments nor created by f. And whether f
+    captures leaves that some workers use, and others do not.
 
     A leaf in the graphs of several threads is captured. If this process runs only one worker, f is searched instead.
 
-    Raises StateError if f captures a tensor with a history: all workers would run its graph; and if some workers
-    use a leaf that f captures, and others do not.
+    Raises StateError if f captures a tensor with a history: all workers would run its graph.
     """
     leaves: dict[int, torch.Tensor] = {}
     workers: dict[int, set[int]] = {}  # by leaf, those whose graphs hold it
@@ -112,13 +112,12 @@ def captured_leaves(call: Any, run: Any) -> list[torch.Tensor]:
             stack.extend(n for n, _ in node.next_functions if n is not None)
     of_some = {key for key, found in workers.items() if len(found) < len(run.outputs)}
     reachable = reachable_tensors(call.mapped.f) if leaves and (of_some or len(run.outputs) == 1) else set()
-    if of_some & reachable:
-        raise lone_capture(call)
-    return [x for key, x in leaves.items() if len(workers[key]) > 1 or key in reachable]
+    captured = [x for key, x in leaves.items() if len(workers[key]) > 1 or key in reachable]
+    return captured, bool(of_some & reachable)
 
 
 def lone_capture(call: Any) -> StateError:
-    """The error for a captured leaf that some workers use and others do not."""
+    """The error of a backward from outside for a captured leaf that some workers use and others do not."""
     return StateError.at(
         call.where,
         argument="f",

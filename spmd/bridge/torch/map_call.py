@@ -42,7 +42,8 @@ class MapCall:
 
     diff_arguments, diff_values: positions and values of the differentiated arguments. diff_results: positions of the
     differentiated results. specs, dtypes: the layouts and dtypes of the results. keeps_shards: whether results that
-    their layouts split are sharded tensors, because an argument is one.
+    their layouts split are sharded tensors, because an argument is one. captures_apart: whether f closes over leaves
+    that some workers use alone.
     """
 
     def __init__(self, mapped: Any, mesh: Mesh, leaves: list[Leaf], rebuild: Callable):
@@ -58,6 +59,7 @@ class MapCall:
         self.results: list[Any] = []
         self.treedef: Any = None
         self.diff_results: list[int] = []
+        self.captures_apart = False
         self.specs: list[Layout | None] = []
         self.dtypes: list[Any] = []
         self.keeps_shards = any(sharded_layout(leaf.value) is not None for leaf in leaves)
@@ -259,12 +261,12 @@ class MapCall:
         count = len(self.results)
         on_workers = [[e is not None for e in outputs] for outputs in run.outputs.values()]
         flags = [any(column) for column in zip(*on_workers, strict=True)] if count else []
-        leaves = captured_leaves(self, run) if run.keeps_graphs and any(flags) else []
+        leaves, self.captures_apart = captured_leaves(self, run) if run.keeps_graphs and any(flags) else ([], False)
         if run.keeps_graphs and len(run.outputs) < self.mesh.size:
-            shared = self.mesh.transport.share(dict.fromkeys(run.outputs, (flags, len(leaves)))).values()
-            if len({count for _, count in shared}) > 1:
-                raise lone_capture(self)
-            flags = [any(column) for column in zip(*(of_worker for of_worker, _ in shared), strict=True)]
+            own = flags, len(leaves), self.captures_apart
+            shared = [*self.mesh.transport.share(dict.fromkeys(run.outputs, own)).values()]
+            flags = [any(column) for column in zip(*(of_worker for of_worker, _, _ in shared), strict=True)]
+            self.captures_apart = any(apart for _, _, apart in shared) or len({count for _, count, _ in shared}) > 1
         self.diff_results = [k for k, flag in enumerate(flags) if flag]
         run.leaves = leaves
 
@@ -304,7 +306,10 @@ class MapCall:
         return [moved_like(g, sharded_layout(x), self.mesh) for g, x in zip(grads, values, strict=True)]
 
     def filled(self, gs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Cotangents of the results, zeros for None. They lie as the results do."""
+        """Cotangents of the results, zeros for None. They lie as the results do. Raises where a captured leaf, which
+        some workers use alone, would get no gradient."""
+        if self.captures_apart:
+            raise lone_capture(self)
         return [self._zeros(k) if g is None else g for k, g in zip(self.diff_results, gs, strict=True)]
 
     def _zeros(self, k: int) -> torch.Tensor:

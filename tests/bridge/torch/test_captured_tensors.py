@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 
 import spmd
 from spmd import P
+from spmd.errors import StateError
 
 torch = pytest.importorskip("torch")
 
@@ -92,3 +94,23 @@ def test_what_a_body_makes_is_its_own(n):
     assert x.grad.tolist() == [[1.0 + k // 2] * 2 for k in range(2 * n)]
     again = spt.map(body, P("x"), P(), mesh=spmd.Mesh(x=n))(x.detach())
     assert not again.requires_grad
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_that_each_worker_keeps_for_itself(layers):
+    """Forward is right; a backward from outside, which would give no gradient to what one worker has, raises."""
+    whole, own = torch.nn.Linear(3, 2), {}
+
+    def body(x):
+        me = spmd.worker_index("x")
+        own[me] = own.get(me) or copy.deepcopy(whole)
+        return own[me](x)
+
+    run = spt.map(body, P("x"), P("x"), mesh=spmd.Mesh(x=layers))
+    for n in (3, 7, 1):
+        x = torch.randn(n, 3)
+        y = run(x)
+        torch.testing.assert_close(y, whole(x))
+    with pytest.raises(StateError, match="which some workers use alone"):
+        y.sum().backward()
+    assert all(p.grad is None for layer in own.values() for p in layer.parameters())
