@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from launch import TORCHRUN
 from mpi_programs.pipelined import agree
 from process_cases import each_engine, ended_well
 
@@ -63,6 +64,14 @@ def applied(w, x):
     for f, own in zip(FUNCTIONS, w, strict=True):
         x = f(own, x)
     return x["y"]
+
+
+@each_engine
+def test_messages_longer_than_a_packet(python):
+    """Over gloo without the interleaved schedule, whose senders wait for each other there."""
+    schedules = [name for name in SCHEDULES if python != TORCHRUN or name != "interleaved"]
+    said = ended_well("wide_pipelines.py", *schedules, n=4, python=python, timeout=120)
+    assert said == "as on one worker\n"
 
 
 def test_rooted_parameters_the_gradient_of_the_input_and_inference(scheduler):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 from spmd.errors import MismatchError
@@ -26,7 +27,7 @@ from spmd.transport.processes.history import (
 )
 from spmd.transport.processes.links import Link
 from spmd.transport.processes.mailbox import MEMBERS_MAX
-from spmd.transport.processes.running import Running
+from spmd.transport.processes.running import Running, in_stream
 
 __all__ = ["MessageGroups"]
 
@@ -126,7 +127,7 @@ class MessageGroups:
         transport = self.transport
         transport.raise_earlier_failure()
         number = comm.number + (self._epoch << 32)
-        if not comm.in_order or (type(group) is Pair and group.stream):
+        if not comm.in_order or in_stream(group):
             number = unordered(number)
         calls.add(self.history.add(number, calls, call, comm.line), number)
         if transport.status_board is not None:
@@ -175,13 +176,20 @@ class MessageGroups:
         started.
         """
         found = False
-        for name, run in [*self.under_way.items()]:
-            if name == before:
-                break
-            if name in self.under_way:
+        for run in self._started_before(self.under_way.get(before) if before is not None else None):
+            if run.name in self.under_way:
                 run.wait()
                 found = True
         return found
+
+    def _started_before(self, run: Running | None) -> list[Running]:
+        """The collectives to finish before this process waits in one. Those of streams are in the order of their
+        numbers, which is the same for all workers: each starts them in an order of its own."""
+        started = [*takewhile(lambda other: other is not run, self.under_way.values())]
+        streams = sorted((other for other in started if in_stream(other.group)), key=lambda other: other.number)
+        if run is not None and in_stream(run.group):
+            streams = [other for other in streams if other.number < run.number]
+        return [*streams, *(other for other in started if not in_stream(other.group))]
 
     # Mismatches.
 
