@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,8 @@ class FollowsBackward:
     A subclass says in `_abort` what happens if backward raises, and in `_end` what happens at its end.
     """
 
+    _bond: ClassVar[tuple[str, str, str]]
+    """The user's function, what binds the module to its worker, and what to do on another one: for errors."""
     context: WorkerContext
     token: weakref.ref[Token] | None = None
 
@@ -43,7 +45,14 @@ class FollowsBackward:
             self.context = context_of(worker)
 
     def _bound_elsewhere(self, worker: Worker) -> MeshError:
-        raise NotImplementedError
+        where, bond, mend = self._bond
+        own = self.context
+        return MeshError.at(
+            f"a module of {where}",
+            got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
+            need=f"{own.mesh.describe(own.index)} of {own.mesh}, {bond}",
+            mend=mend,
+        )
 
     @contextmanager
     def acting(self) -> Iterator[Worker]:

@@ -36,7 +36,7 @@ from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, is_partitioned, local_data
 from spmd.bridge.torch.worker_context import device_of
 from spmd.device import to_host
-from spmd.errors import DifferentiationError, LayoutError, MeshError, StateError
+from spmd.errors import DifferentiationError, LayoutError, StateError
 from spmd.mesh import Worker
 from spmd.operators.at_root import root_axes
 from spmd.operators.partial_comm import whole_comm
@@ -72,6 +72,12 @@ class GradientSync(FollowsBackward):
     module. fixed: the other parameters. begun: whether the backward that runs has reached a parameter. sent: the number
     of buckets whose sums it has started. order: the indices of gradients, as they arrived.
     """
+
+    _bond = (
+        WHERE,
+        "where it was made",
+        "make the module in this map: spt.data_parallel(model.module, axis_name)",
+    )
 
     def __init__(self, model: Options, worker: Worker, former: GradientSync | None = None):
         module = model.module
@@ -207,15 +213,6 @@ class GradientSync(FollowsBackward):
 
         g.node = accumulator(g.p)  # keeps the node alive, so torch makes no other
         self.handles += [g.node.register_prehook(before), g.p.register_post_accumulate_grad_hook(after)]
-
-    def _bound_elsewhere(self, worker: Worker) -> MeshError:
-        own = self.context
-        return MeshError.at(
-            f"a module of {WHERE}",
-            got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
-            need=f"{own.mesh.describe(own.index)} of {own.mesh}, where it was made",
-            mend="make the module in this map: spt.data_parallel(model.module, axis_name)",
-        )
 
     @contextmanager
     def acting(self) -> Iterator[Worker]:

@@ -32,7 +32,7 @@ from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import GRADIENT_SYNCS, INVARIANT
 from spmd.bridge.torch.unsummed import take_down
 from spmd.bridge.torch.worker_context import WorkerContext, assigned
-from spmd.errors import DifferentiationError, MeshError
+from spmd.errors import DifferentiationError
 from spmd.mesh import Worker
 from spmd.state import state_of
 
@@ -95,6 +95,12 @@ class Sharding(FollowsBackward):
     there. pending: the call whose gradients are being summed.
     """
 
+    _bond = (
+        WHERE,
+        "which has its blocks",
+        "make the module and shard it in this map; spt.state_dict carries its values over",
+    )
+
     def __init__(self, worker: Worker, axes: tuple[str, ...], options: Options):
         self.axes = axes
         self.state = state_of(axes)
@@ -136,15 +142,6 @@ class Sharding(FollowsBackward):
                 copy_unsummed(own.parameters, unit.parameters)
         copied._register()
         return copied
-
-    def _bound_elsewhere(self, worker: Worker) -> MeshError:
-        own = self.context
-        return MeshError.at(
-            f"a module of {WHERE}",
-            got=f"{worker.mesh.describe(worker.index)} of {worker.mesh}",
-            need=f"{own.mesh.describe(own.index)} of {own.mesh}, which has its blocks",
-            mend="make the module and shard it in this map; spt.state_dict carries its values over",
-        )
 
     # Dtypes
 
