@@ -212,21 +212,25 @@ def trained(case: Case, **options: Any) -> tuple[list[dict[str, Any]], list[int]
     return [results[k] for k in sorted(results)], [kept[k] for k in sorted(kept)]
 
 
-def agree(case: Case, **options: Any) -> list[int]:
-    """Raise unless each worker of the pipeline has what one worker has; how many microbatches each kept."""
-    expected = by_one_worker(case)
-    results, kept = trained(case, **options)
-    seen: set[str] = set()
+def assert_alike(results: list[dict[str, Any]], expected: dict[str, Any], case: Any) -> set[str]:
+    """Raise unless what each worker has is as expected. Returns the names of all that any has."""
     for found in results:
         for name, value in found.items():
-            seen.add(name)
             torch.testing.assert_close(
                 torch.as_tensor(value, dtype=torch.float64),
                 torch.as_tensor(expected[name], dtype=torch.float64),
                 rtol=0,
                 atol=1e-10,
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=lambda text, name=name: f"{case}: {name}: {text}",
             )
+    return {name for found in results for name in found}
+
+
+def agree(case: Case, **options: Any) -> list[int]:
+    """Raise unless each worker of the pipeline has what one worker has; how many microbatches each kept."""
+    expected = by_one_worker(case)
+    results, kept = trained(case, **options)
+    seen = assert_alike(results, expected, case)
     if len(results) == spmd.Mesh(**case.axes, **options).size:
         assert seen == set(expected), set(expected) - seen
     return kept

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch_pipeline_cases import of_stage
+from torch_pipeline_cases import assert_alike, of_stage
 
 import spmd
 from spmd import P
@@ -365,17 +365,7 @@ def agree(case: Case, **options: Any) -> None:
     else:
         expected = by_one_worker(case)
     results, kept = trained(case, **options)
-    seen: set[str] = set()
-    for found in results:
-        for name, value in found.items():
-            seen.add(name)
-            torch.testing.assert_close(
-                torch.as_tensor(value, dtype=torch.float64),
-                torch.as_tensor(expected[name], dtype=torch.float64),
-                rtol=0,
-                atol=1e-10,
-                msg=lambda text, name=name: f"{case}: {name}: {text}",
-            )
+    seen = assert_alike(results, expected, case)
     mesh, workers = spmd.Mesh(**case.axes, **options), case.axes["stage"]
     if len(results) < mesh.size:  # each process has its own
         return
