@@ -8,6 +8,7 @@ ones, and gives results their state. Tensors without a state, such as parameters
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from spmd.bridge.torch.tensor_state import (
     plain,
     state_of_tensor,
     summed_state,
+    without_state,
 )
 from spmd.bridge.torch.worker_context import context_of
 from spmd.errors import MeshError, MutationError, ReplicaError, StateError, describe, message
@@ -48,6 +50,7 @@ __all__ = [
     "check_losses",
     "check_write",
     "common_state",
+    "cotangent_with_state",
     "in_backward",
     "set_state",
     "varied_arguments",
@@ -126,6 +129,10 @@ class Tensor(TensorWithState):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
+        if func is torch.Tensor.register_hook:
+            x, hook = (argument(args, kwargs, k, name) for k, name in enumerate(("self", "hook")))
+            with _disabled():
+                return func(x, _on_cotangents(hook, x.state))
         state, mixed = _common_state(args, kwargs)
         if state.varying and func in CALL_CHECKS:
             CALL_CHECKS[func](func, args, kwargs)
@@ -175,6 +182,21 @@ def set_state(x: Any, state: State) -> None:
     """Give a state to a plain tensor in place. A leaf stays a leaf. No other code may hold the tensor."""
     x.__class__ = Tensor
     x._state = state
+
+
+def cotangent_with_state(g: Any, state: State) -> Any:
+    """A cotangent, which torch gives as a plain tensor, in the state of what it belongs to."""
+    return with_state(g, state) if g is not None and state.varying else g
+
+
+def _on_cotangents(hook: Callable[[Any], Any], state: State) -> Callable[[torch.Tensor], Any]:
+    """The hook of a tensor in this state: its cotangents have the state too."""
+
+    @functools.wraps(hook)
+    def run(g: torch.Tensor) -> Any:
+        return without_state(hook(cotangent_with_state(g, state)))
+
+    return run
 
 
 def _common_state(args: Any, kwargs: dict) -> tuple[State, bool]:

@@ -48,6 +48,11 @@ def plain(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
+def without_state(x: Any) -> Any:
+    """A tensor without its state; other values as they are."""
+    return plain(x) if isinstance(x, TensorWithState) else x
+
+
 def is_partitioned(x: Any) -> bool:
     """Whether a tensor is a `PartitionedTensor`, of which each worker holds a block."""
     return getattr(type(x), "__spmd_partitioned__", False)

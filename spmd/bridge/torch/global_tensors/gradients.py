@@ -11,8 +11,10 @@ from spmd.bridge.torch.call_arguments import argument
 from spmd.bridge.torch.global_tensors.meeting import as_global, block_in
 from spmd.bridge.torch.global_tensors.registry import HANDLERS, handles, unhandled
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
+from spmd.bridge.torch.tensor import cotangent_with_state
+from spmd.bridge.torch.tensor_state import state_of_tensor, without_state
 
-__all__ = ["block_of_cotangent"]
+__all__ = ["block_of_cotangent", "global_cotangent"]
 
 
 def _block(x: Any) -> Any:
@@ -40,6 +42,11 @@ def _cotangent(func: Any, y: Any, cotangent: Any, args: Any, kwargs: Any) -> Any
 def block_of_cotangent(x: GlobalTensor, cotangent: Any) -> Any:
     """This worker's block of a cotangent of x."""
     return _cotangent(torch.Tensor.backward, x, cotangent, (x,), {})
+
+
+def global_cotangent(x: GlobalTensor, g: torch.Tensor) -> GlobalTensor:
+    """The cotangent of x of which this worker's block is g, in the state of the block of x."""
+    return GlobalTensor(cotangent_with_state(g, state_of_tensor(x._block)), x._layout, x._groups)
 
 
 def _cotangents(func: Any, ys: tuple[Any, ...], given: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -80,7 +87,7 @@ def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_blocks(func: Any, x: GlobalTensor, hook: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
     def run(g: torch.Tensor) -> Any:
-        changed = hook(GlobalTensor(g, x._layout, x._groups))
-        return None if changed is None else _cotangent(func, x, changed, (x,), {})
+        changed = hook(global_cotangent(x, g))
+        return None if changed is None else without_state(_cotangent(func, x, changed, (x,), {}))
 
     return run

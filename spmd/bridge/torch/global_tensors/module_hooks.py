@@ -1,19 +1,22 @@
-"""Backward hooks of modules that take or give global tensors: they get gradients as global tensors.
+"""Backward hooks of modules in bodies: cotangents lie as the global tensors they belong to, or have the state of these.
 
-torch's own take the tensors through an autograd function, which would lose the history of blocks. So this module gives
-it the blocks: it replaces three methods of torch's `BackwardHook`.
+torch takes the arguments and results of a module through an autograd function, which would lose the history of blocks,
+and gives hooks plain tensors. So this module replaces three methods of torch's `BackwardHook`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch.utils.hooks import BackwardHook
 
-from spmd.bridge.torch.global_tensors.gradients import block_of_cotangent
+from spmd.bridge.torch.global_tensors.gradients import block_of_cotangent, global_cotangent
 from spmd.bridge.torch.global_tensors.tensor import GlobalTensor
+from spmd.bridge.torch.tensor import Tensor, cotangent_with_state
+from spmd.bridge.torch.tensor_state import without_state
+from spmd.state import State
 
 __all__: list[str] = []
 
@@ -23,39 +26,44 @@ _init, _setup_input, _setup_output = (
     BackwardHook.setup_output_hook,
 )
 
-
-def _globals(values: Any, likes: Sequence[Any] | None) -> Any:
-    """Blocks as global tensors that lie as these; other values as they are."""
-    if likes is None:
-        return values
-    return tuple(
-        GlobalTensor(x, like._layout, like._groups) if like is not None and x is not None else x
-        for x, like in zip(values, likes, strict=True)
-    )
+_Owner = GlobalTensor | State | None
+"""What a cotangent belongs to: a global tensor, a tensor in this state, or neither."""
 
 
-def _blocks(changed: Any, likes: Sequence[Any] | None) -> Any:
-    if changed is None or likes is None:
-        return changed
-    changed = changed if isinstance(changed, tuple | list) else (changed,)
-    if len(changed) != len(likes):
-        return changed  # torch raises
-    made = (
-        x if like is None or x is None else block_of_cotangent(like, x) for x, like in zip(changed, likes, strict=True)
-    )
-    return tuple(made)
+def _owner(x: Any) -> _Owner:
+    return x if type(x) is GlobalTensor else x.state if type(x) is Tensor else None
+
+
+def _shown(g: Any, owner: _Owner) -> Any:
+    """A cotangent as hooks get it."""
+    if g is None or owner is None:
+        return g
+    return global_cotangent(owner, g) if isinstance(owner, GlobalTensor) else cotangent_with_state(g, owner)
+
+
+def _taken(g: Any, owner: _Owner) -> Any:
+    """A cotangent that a hook gave, as autograd takes it."""
+    return without_state(block_of_cotangent(owner, g) if isinstance(owner, GlobalTensor) and g is not None else g)
+
+
+def _each(convert: Callable[[Any, _Owner], Any], gs: Any, owners: tuple[_Owner, ...] | None) -> Any:
+    if gs is None or owners is None:
+        return gs
+    gs = gs if isinstance(gs, tuple | list) else (gs,)
+    return tuple(map(convert, gs, owners)) if len(gs) == len(owners) else gs  # of others torch raises
 
 
 def _run_hook(of: Any, hook: Callable[..., Any], module: Any, inputs: Any, outputs: Any) -> Any:
-    return _blocks(hook(module, _globals(inputs, of.likes_in), _globals(outputs, of.likes_out)), of.likes_in)
+    changed = hook(module, _each(_shown, inputs, of.owners_in), _each(_shown, outputs, of.owners_out))
+    return _each(_taken, changed, of.owners_in)
 
 
 def _run_pre_hook(of: Any, hook: Callable[..., Any], module: Any, outputs: Any) -> Any:
-    return _blocks(hook(module, _globals(outputs, of.likes_out)), of.likes_out)
+    return _each(_taken, hook(module, _each(_shown, outputs, of.owners_out)), of.owners_out)
 
 
 def _new(self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:
-    self.likes_in = self.likes_out = None
+    self.owners_in = self.owners_out = None
     hooks, pre_hooks = (
         [partial(run, self, h) for h in given]
         for run, given in ((_run_hook, user_hooks), (_run_pre_hook, user_pre_hooks))
@@ -63,27 +71,27 @@ def _new(self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:
     _init(self, module, hooks, pre_hooks)
 
 
-def _likes(args: Any) -> list[Any] | None:
-    likes = [x if type(x) is GlobalTensor else None for x in args]
-    return likes if any(x is not None for x in likes) else None
-
-
 def _inputs(self: Any, args: Any) -> Any:
-    self.likes_in = _likes(args)
-    return _through(partial(_setup_input, self), args, self.likes_in)
+    self.owners_in = tuple(map(_owner, args))
+    return _through(partial(_setup_input, self), args)
 
 
 def _outputs(self: Any, args: Any) -> Any:
     several = isinstance(args, tuple)
-    self.likes_out = _likes(args if several else (args,))
-    y = _through(partial(_setup_output, self), args if several else (args,), self.likes_out)
+    args = args if several else (args,)
+    self.owners_out = tuple(map(_owner, args))
+    y = _through(partial(_setup_output, self), args)
     return y if several else y[0]
 
 
-def _through(setup: Callable[..., Any], args: Any, likes: Any) -> Any:
-    if likes is None:
+def _through(setup: Callable[..., Any], args: Any) -> Any:
+    """The arguments or results of a module after torch took them, or their blocks, through its function."""
+    if not any(type(x) is GlobalTensor for x in args):
         return setup(args)
-    return _globals(setup(tuple(x if like is None else x._block for x, like in zip(args, likes, strict=True))), likes)
+    ys = setup(tuple(x._block if type(x) is GlobalTensor else x for x in args))
+    return tuple(
+        GlobalTensor(y, x._layout, x._groups) if type(x) is GlobalTensor else y for x, y in zip(args, ys, strict=True)
+    )
 
 
 BackwardHook.__init__ = _new  # type: ignore[method-assign]
