@@ -136,6 +136,25 @@ def _expanded(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
+@handles("view_as_real")
+def _as_real(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Real and imaginary parts along a last dimension, which no axis splits: optimisers write to them."""
+    x = args[0]
+    dims, shape = split_dims_or_refuse(func, args, kwargs), (*x.shape, 2)
+    layout = layout_of_dims(x, [*dims, whole_dim(2)], shape)
+    return with_block(x, func(x._block), layout, shape, _probe(func, args, kwargs).stride())
+
+
+@handles("view_as_complex")
+def _as_complex(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    dims, shape = split_dims_or_refuse(func, args, kwargs), tuple(x.shape[:-1])
+    if dims[-1][0]:
+        refuse(func, args, kwargs)
+    layout = layout_of_dims(x, dims[:-1], shape)
+    return with_block(x, func(x._block), layout, shape, _probe(func, args, kwargs).stride())
+
+
 @handles(
     "select.int slice.Tensor narrow split.Tensor split_with_sizes unbind.int",
     "cumsum cumprod _softmax _log_softmax argmax argmin max.dim min.dim sort sort.stable topk median.dim logsumexp",

@@ -18,6 +18,7 @@ from bridge.torch.plans.test_parallelize import CASES, train  # noqa: E402
 from bridge.torch.sharding.sharded_models import Block, Net, assert_trained, serial, sharded  # noqa: E402
 from spmd import P  # noqa: E402
 from spmd.bridge import torch as spt  # noqa: E402
+from spmd.errors import LayoutError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.host("a body makes its tensors on the host")]
 
@@ -68,22 +69,27 @@ PLANNED = [("gpt", {"data": 2, "model": 2}, True), ("gpt by positions", {"data":
 FULL = [(name, axes, check) for name in CASES for axes in (PLANNED[0][1], PLANNED[1][1]) for check in (True, False)]
 
 
+def axes_of(net):
+    """The axes over which its parameters lie split."""
+    return {axis for p in net.parameters() if hasattr(p, "block_layout") for axis in p.block_layout.varying}
+
+
 @pytest.mark.parametrize(
     ("name", "axes", "check"), [*PLANNED, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)], ids=str
 )
 def test_with_plans(name, axes, check):
-    """data x model, and positions of a sequence: parameters lie split over both axes."""
+    """data x model, and positions of sequences or images: parameters that the plan splits lie split over both."""
     make, plan, args = CASES[name]
     torch.manual_seed(0)
     whole = drawn(make(), 1)
     losses = train(whole, args, 3)
 
     def main():
-        split = spt.shard_parameters(
-            spt.parallelize(drawn(make(), 1), plan), "data", unit="blocks.*" if "gpt" in name else None
-        )
-        layouts = {axis for p in split.parameters() for axis in p.block_layout.varying}
-        assert layouts == set(axes)
+        split = spt.parallelize(drawn(make(), 1), plan)
+        planned = axes_of(split)
+        split = spt.shard_parameters(split, "data", unit="blocks.*" if "gpt" in name else None)
+        assert axes_of(split) == planned | {"data"}
+        assert planned == {"model"} or "gpt" not in name
         return train(split, [spt.put(x, P("data")) for x in args], 3), spt.state_dict(split)
 
     own, state = spt.map(main, (), None, mesh=spmd.Mesh(**axes), check=check)()
@@ -143,3 +149,59 @@ def test_in_processes(python, n):
     ended = launch(PROGRAMS / "torch_sharding.py", str(n), n=n, python=python, timeout=240)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout.count("sharded modules hold") == n, str(ended)
+
+
+class Spectrum(nn.Module):
+    """A complex weight, as spectral layers have one, and a real one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(randn(5, 3, seed=1), randn(5, 3, seed=2)))
+        self.bias = nn.Parameter(randn(5, seed=3))
+
+    def forward(self, x):
+        return (torch.fft.fft(x) @ self.weight.T).abs().add(self.bias).sin()
+
+
+OPTIMISERS = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+OPTIONS = {"Adam": {"amsgrad": True}, "RMSprop": {"momentum": 0.9, "centered": True}, "SGD": {"momentum": 0.9}}
+
+
+@pytest.mark.parametrize("foreach", [True, False], ids=["foreach", "for"])
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_optimisers_of_complex_parameters(name, foreach):
+    """They write to views of the real and imaginary parts."""
+    x, n = randn(6, 3), 2 + OPTIMISERS.index(name) % 2
+
+    def losses(net, x):
+        optimiser = getattr(torch.optim, name)(net.parameters(), lr=0.01, foreach=foreach, **OPTIONS.get(name, {}))
+        found = []
+        for _ in range(4):
+            optimiser.zero_grad()
+            loss = net(x).mean()
+            loss.backward()
+            optimiser.step()
+            found.append(loss.item())
+        return found
+
+    main = lambda: losses(spt.shard_parameters(Spectrum(), "data"), spt.put(x, P("data")))
+    found = spt.map(main, (), None, mesh=spmd.Mesh(data=n))()
+    assert max(abs(a - b) for a, b in zip(found, losses(Spectrum(), x), strict=True)) < 1e-12
+
+
+def test_real_and_imaginary_parts_are_views():
+    whole = torch.complex(randn(5, 3, seed=1), randn(5, 3, seed=2))
+
+    def main():
+        p = spt.Parameter(whole.clone(), P("data")).detach()
+        parts = torch.view_as_real(p)
+        with pytest.raises(LayoutError, match="view_as_complex"):
+            torch.view_as_complex(spt.Parameter(randn(3, 2), P(None, "data")).detach())
+        found = [parts.whole(), torch.view_as_complex(parts).whole(), p.real.whole(), p.imag.whole()]
+        parts.mul_(2)
+        p.imag.add_(1)
+        return *found, p.whole()
+
+    found = spt.map(main, (), None, mesh=spmd.Mesh(data=3))()
+    for a, b in zip(found, (torch.view_as_real(whole), whole, whole.real, whole.imag, 2 * whole + 1j), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
