@@ -28,7 +28,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam_foreach": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True, maximize=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
     "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
-    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True, eps=1e-4),
+    # With a smaller eps one rounding of a parameter moves a step of the centred one by more than the tests allow.
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True, eps=1e-2),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05, initial_accumulator_value=0.1),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
     "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
