@@ -162,11 +162,15 @@ class Pair(Group):
 
     stream: tells apart the messages from the one to the other that are taken independently of each other: those of one
     stream are taken in the order in which they are sent.
+    scheduled: whether each worker comes to its messages in an order of its own, as a schedule says. Then who sends
+    waits, at a time that the schedule knows to be late enough, until they are taken (`Sent.wait_until_taken`), and no
+    other wait includes them.
     """
 
-    __slots__ = ("stream",)
+    __slots__ = ("scheduled", "stream")
 
-    def __init__(self, group: Group, source: int, target: int, stream: str = ""):
+    def __init__(self, group: Group, source: int, target: int, stream: str = "", scheduled: bool = False):
+        self.scheduled = scheduled
         members = (group.members[source], group.members[target])
         super().__init__(group.axes, group.dims, members, int(group.index == target))
         self.stream = stream

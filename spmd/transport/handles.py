@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Chained", "Done", "Handle", "Outcome", "read_only", "sealed"]
+__all__ = ["Chained", "Done", "Handle", "Outcome", "Sent", "read_only", "sealed"]
 
 
 class Handle(Protocol):
@@ -44,6 +44,23 @@ class Done:
 
     def wait(self) -> Any:
         return self.value
+
+
+class Sent(Done):
+    """A message to one other worker. For the one that sends it is complete. handle: of what it still has to wait for
+    before the memory of the message is free; None: nothing."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, value: Any, handle: Handle | None = None):
+        super().__init__(value)
+        self.handle = handle
+
+    def wait_until_taken(self) -> None:
+        """Wait until the other worker has taken the message."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
 
 
 class Mapped:

@@ -115,7 +115,7 @@ def observed(comm: Any, call: Call, observers: Observers, start: Callable[[], Ha
         return start()
     use = Use(comm, call, observers)
     handle = use.timed(start)
-    if type(handle) is Done:
+    if isinstance(handle, Done):
         use.end()
         return handle
     return _Pending(use, handle)

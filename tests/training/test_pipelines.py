@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from launch import TORCHRUN
 from mpi_programs.pipelined import agree
 from process_cases import each_engine, ended_well
 
@@ -68,10 +67,16 @@ def applied(w, x):
 
 @each_engine
 def test_messages_longer_than_a_packet(python):
-    """Over gloo without the interleaved schedule, whose senders wait for each other there."""
-    schedules = [name for name in SCHEDULES if python != TORCHRUN or name != "interleaved"]
-    said = ended_well("wide_pipelines.py", *schedules, n=4, python=python, timeout=120)
-    assert said == "as on one worker\n"
+    assert (
+        ended_well("wide_pipelines.py", "4x1,2x2", *SCHEDULES, n=4, python=python, timeout=240) == "as on one worker\n"
+    )
+
+
+@pytest.mark.full
+@each_engine
+@pytest.mark.parametrize(("axes", "n"), [("3x1", 3), ("8x1,4x2,2x4", 8)])
+def test_messages_longer_than_a_packet_on_other_meshes(python, axes, n):
+    assert ended_well("wide_pipelines.py", axes, *SCHEDULES, n=n, python=python, timeout=600) == "as on one worker\n"
 
 
 def test_rooted_parameters_the_gradient_of_the_input_and_inference(scheduler):

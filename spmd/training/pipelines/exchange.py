@@ -1,10 +1,15 @@
-"""How values go from stage to stage: who sends does not wait, and who takes waits for one value only."""
+"""How values go from stage to stage: who takes waits for one value only, and who sends for none that is still needed.
+
+A message stays in the sender's memory until it has been taken. Its sender waits for that once what it takes itself says
+so, and at the end. Waiting earlier, workers could wait for each other in a cycle.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,9 +18,15 @@ from spmd.mesh import Worker
 from spmd.operators.partial_comm import whole_comm
 from spmd.training.pipelines.schedules import Schedule, Transfer
 from spmd.transport.call import Call, Group, Pair
+from spmd.transport.handles import Handle, Sent
 from spmd.transport.plan import Forward, Plan
 
 __all__ = ["Exchange", "from_last"]
+
+
+_AHEAD = 16
+"""Messages of a worker that may be on their way before it waits for those that would have been taken by now if all
+actions took equal times. In inference the first worker takes nothing that would tell it."""
 
 
 class Exchange:
@@ -30,6 +41,8 @@ class Exchange:
         self.schedule, self.group, self.comm = schedule, group, whole_comm(worker.comm)
         self.first = self.comm.number
         self.numbers = {transfer: k for k, transfer in enumerate(schedule.transfers)}
+        self.sent: dict[Transfer, Sent] = {}
+        """Messages that may not have been taken, in the order in which they were sent."""
         self.plans: dict[tuple[str, bool, int], Plan] = {}
         self.frame = caller(sys._getframe(1))
         self._counting = ExitStack()
@@ -38,19 +51,30 @@ class Exchange:
         self._counting.enter_context(self.comm.uncounted())
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._wait_for(self.sent)
         self._counting.close()
         self.comm.number += len(self.numbers)
 
     def send(self, transfer: Transfer, message: np.ndarray) -> None:
         """Send what a transfer carries, without waiting for it to be taken."""
-        self._run(transfer, message, True)
+        self.sent[transfer] = cast(Sent, self._start(transfer, message, True))
+        if len(self.sent) > _AHEAD:
+            self._wait_for([t for t in self.sent if self.schedule.starts_before(t.taker, transfer.giver)])
 
     def take(self, transfer: Transfer) -> np.ndarray:
         """What a transfer carries, once it has come."""
-        return self._run(transfer, np.empty(0, np.uint8), False)
+        message = self._start(transfer, np.empty(0, np.uint8), False).wait()[0]
+        self._wait_for([t for t in self.sent if self.schedule.follows(transfer.giver, t.taker)])
+        return message
 
-    def _run(self, transfer: Transfer, message: np.ndarray, sends: bool) -> np.ndarray:
+    def _wait_for(self, transfers: Iterable[Transfer]) -> None:
+        """Wait until they have been taken."""
+        for transfer in list(transfers):
+            self.sent.pop(transfer).wait_until_taken()
+
+    def _start(self, transfer: Transfer, message: np.ndarray, sends: bool) -> Handle:
         plan = self._plan(transfer, message, sends)
         detail = f"{transfer.kind} {transfer.microbatch} of stage {transfer.stage}"
         axes = self.group.axes
@@ -58,14 +82,14 @@ class Exchange:
         call.operator, call.host = "Move", True
         with self.comm.uncounted():
             self.comm.number = self.first + self.numbers[transfer]
-            return self.comm.run(plan, call, message).wait()[0]
+            return self.comm.run(plan, call, message)
 
     def _plan(self, transfer: Transfer, message: np.ndarray, sends: bool) -> Plan:
         """The plan of a transfer. Messages of one stream and length have the same."""
         key = transfer.stream, sends, message.nbytes
         plan = self.plans.get(key)
         if plan is None:
-            pair = Pair(self.group, transfer.source, transfer.target, transfer.stream)
+            pair = Pair(self.group, transfer.source, transfer.target, transfer.stream, scheduled=True)
             parts, combine = ((None, ...), Forward(None, (0,))) if sends else ((None, None), Forward(0))
             plan = Plan("exchange", pair, message.shape, message.dtype, parts, combine, _nothing)
             self.plans[key] = plan

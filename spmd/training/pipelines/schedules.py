@@ -122,9 +122,23 @@ class Schedule:
         Workers that go through this order, each with its own actions in between, never wait for each other in a cycle:
         what an action takes comes before all that depends on the action.
         """
-        started = self.starts(lambda action: 1.0)
+        started = self._started
         found = [t for a in chain(*self.actions) if (t := self.transfer_of(a)) is not None]
         return tuple(sorted(found, key=lambda t: (started[t.taker], t.stage, t.microbatch)))
+
+    @cached_property
+    def _started(self) -> dict[Action, float]:
+        """When each action starts, if all take equal times."""
+        return self.starts(lambda action: 1.0)
+
+    def starts_before(self, a: Action, b: Action) -> bool:
+        """Whether a starts before b where all actions take equal times. Then a needs nothing of b."""
+        return self._started[a] < self._started[b]
+
+    def follows(self, later: Action, action: Action) -> bool:
+        """Whether both are of one worker, and `later` is the other or comes after it."""
+        same = self.worker_of(later.stage) == self.worker_of(action.stage)
+        return same and self._started[later] >= self._started[action]
 
     def starts(self, seconds: Callable[[Action], float]) -> dict[Action, float]:
         """When each action starts, where each takes so long and moves take no time.

@@ -27,7 +27,7 @@ from spmd.transport.processes.history import (
 )
 from spmd.transport.processes.links import Link
 from spmd.transport.processes.mailbox import MEMBERS_MAX
-from spmd.transport.processes.running import Running, in_stream
+from spmd.transport.processes.running import Running
 
 __all__ = ["MessageGroups"]
 
@@ -127,7 +127,7 @@ class MessageGroups:
         transport = self.transport
         transport.raise_earlier_failure()
         number = comm.number + (self._epoch << 32)
-        if not comm.in_order or in_stream(group):
+        if not comm.in_order or (type(group) is Pair and group.stream):
             number = unordered(number)
         calls.add(self.history.add(number, calls, call, comm.line), number)
         if transport.status_board is not None:
@@ -169,27 +169,19 @@ class MessageGroups:
         return True
 
     def finish(self, before: int | None = None) -> bool:
-        """Wait for collectives that have been started, those before the one of a name. The result says whether there
-        were any.
+        """Wait for collectives that have been started, those before the one of a name, but for scheduled messages. The
+        result says whether there were any.
 
         Others may wait for messages of this process in them: workers wait in orders of their own for what they have
         started.
         """
-        found = False
-        for run in self._started_before(self.under_way.get(before) if before is not None else None):
-            if run.name in self.under_way:
-                run.wait()
-                found = True
-        return found
-
-    def _started_before(self, run: Running | None) -> list[Running]:
-        """The collectives to finish before this process waits in one. Those of streams are in the order of their
-        numbers, which is the same for all workers: each starts them in an order of its own."""
-        started = [*takewhile(lambda other: other is not run, self.under_way.values())]
-        streams = sorted((other for other in started if in_stream(other.group)), key=lambda other: other.number)
-        if run is not None and in_stream(run.group):
-            streams = [other for other in streams if other.number < run.number]
-        return [*streams, *(other for other in started if not in_stream(other.group))]
+        run = None if before is None else self.under_way.get(before)
+        started = takewhile(lambda other: other is not run, self.under_way.values())
+        found = [other for other in started if not (type(other.group) is Pair and other.group.scheduled)]
+        for other in found:
+            if other.name in self.under_way:
+                other.wait()
+        return bool(found)
 
     # Mismatches.
 

@@ -21,7 +21,7 @@ from spmd.transport.processes.channel import bytes_of
 from spmd.transport.processes.history import CallsOfGroup, is_in_order
 from spmd.transport.processes.links import ROOM, Link, Parcel
 
-__all__ = ["Arrived", "Running", "Steps", "in_stream"]
+__all__ = ["Arrived", "Running", "Steps"]
 
 Steps = Generator[None, None, Any]
 """A collective. It yields when it has sent the messages of a round, and then takes what comes. It gives the result."""
@@ -38,11 +38,6 @@ class Groups(Protocol):
     def await_packet(self, link: Link, run: Running) -> bool: ...
 
     def mismatch_with(self, worker: int, calls: CallsOfGroup, call: Call, number: int) -> BaseException: ...
-
-
-def in_stream(group: Group) -> bool:
-    """Whether collectives of a group are transfers of a stream, which workers start in orders of their own."""
-    return type(group) is Pair and bool(group.stream)
 
 
 class Arrived:
