@@ -275,3 +275,21 @@ ROWS.append(
         "spmd.varying(a, 'stage')",
     )
 )
+
+
+def lbfgs(step: Any, x: torch.Tensor) -> None:
+    optimizer = torch.optim.LBFGS(step.parameters())
+    optimizer.step(lambda: step.backward(x))
+
+
+ROWS.append(
+    Row(
+        "pipeline: an optimiser that sees all parameters",
+        made(use=lbfgs),
+        StateError,
+        "optimizer.step: argument params",
+        "parameters of this worker's stages of a pipeline along 'stage'",
+        "an optimiser whose step of a parameter needs that parameter alone",
+        "torch.optim.AdamW(model.parameters())",
+    )
+)

@@ -1,24 +1,25 @@
 """Checks before a step of an optimiser, which would train wrongly or nothing, without a sign of it.
 
 An optimiser made before its module was split holds parameters that the split module does not have. So may lists and
-closures of the module itself, to which gradients would go. After a backward
-under `no_sync` gradients are not summed over workers yet.
+closures of the module itself, to which gradients would go. After a backward under `no_sync` gradients are not summed
+over workers yet. LBFGS multiplies vectors of all parameters, of which the workers of a pipeline have some each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.bridge.torch.tensor_state import no_overrides
 from spmd.bridge.torch.unsummed import check_summed
 from spmd.errors import StateError, describe
 
-__all__ = ["note_copied", "note_replaced", "watch_steps"]
+__all__ = ["note_copied", "note_replaced", "note_staged", "watch_steps"]
 
 
 def note_replaced(parameter: Any, where: str) -> None:
@@ -57,6 +58,13 @@ def note_copied(module: nn.Module, where: str) -> None:
     watch_steps()
 
 
+def note_staged(parameters: Iterable[Any], axes: tuple[str, ...]) -> None:
+    """Parameters belong to stages of this worker: others along the axes have others of the same model."""
+    for parameter in parameters:
+        parameter._spmd_staged = axes
+    watch_steps()
+
+
 @lru_cache(maxsize=1)
 def watch_steps() -> None:
     """Check optimisers before their steps from now on."""
@@ -66,7 +74,7 @@ def watch_steps() -> None:
 def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise for a parameter that was replaced, where none has a gradient and one is of a module that was copied, and
     for a gradient that is not summed."""
-    copied, idle = None, True
+    copied, idle, joined = None, True, isinstance(optimizer, LBFGS)
     for group in optimizer.param_groups:
         for p in group["params"]:
             own = vars(p)
@@ -74,11 +82,25 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 raise _stale(optimizer, p, own["_spmd_replaced"])
             if own and "_spmd_copied" in own:
                 copied = p
+            if joined and own and "_spmd_staged" in own:
+                raise _of_some_stages(optimizer, own["_spmd_staged"])
             idle = idle and p.grad is None
     if idle and copied is not None:
         raise _stale(optimizer, copied, vars(copied)["_spmd_copied"])
     if all(closure is None for closure in (*args[1:], *kwargs.values())):  # a closure may have the sum
         check_summed((p for group in optimizer.param_groups for p in group["params"]), "optimizer.step")
+
+
+def _of_some_stages(optimizer: Optimizer, axes: tuple[str, ...]) -> StateError:
+    return StateError.at(
+        "optimizer.step",
+        argument="params",
+        got=f"parameters of this worker's stages of a pipeline along {', '.join(map(repr, axes))}, for "
+        f"{type(optimizer).__name__}, which multiplies vectors of all parameters of a model",
+        need="an optimiser whose step of a parameter needs that parameter alone",
+        mend="torch.optim.AdamW(model.parameters()); or split the parameters by spt.parallelize or "
+        "spt.shard_parameters in place of stages, which every optimiser sees as one",
+    )
 
 
 def _stale(optimizer: Optimizer, parameter: Any, where: str) -> StateError:

@@ -30,6 +30,7 @@ from spmd.bridge.torch.sharded import (
     saves_whole,
     state_dict,
 )
+from spmd.bridge.torch.stale_optimizers import note_staged
 from spmd.bridge.torch.tensor import with_state
 from spmd.bridge.torch.tensor_state import plain, state_of_tensor
 from spmd.bridge.torch.worker_context import device_of
@@ -92,6 +93,8 @@ class Pipeline(nn.Module):
         self.names = StageNames(modules, self.ties, self.schedule, self.axis_name, worker)
         for tie in self.ties:
             tie.equalize(worker)
+        if group.size > 1:
+            note_staged(self.parameters(), self.axis_name)
 
     def _own_stages(self, stages: Any, group: Group) -> dict[int, nn.Module]:
         """This worker's stages, by number."""
