@@ -3,6 +3,7 @@ random: losses, parameters and states of the optimiser are those of one worker."
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ def staged(case: Case, run: Run) -> nn.Module:
         if k % run.axes["stage"] != spt.worker_index("stage"):
             stages[k] = None
             continue
+        if case.tied:  # two stages of one worker may not share a parameter that is summed or split for each
+            stages[k] = copy.deepcopy(stages[k])
         names = {name.rpartition(".")[2] for name, _ in stages[k].named_modules()}
         plan = {name: style for name, style in PLAN.items() if name in names}
         if run.axes["model"] > 1:

@@ -30,7 +30,8 @@ def note_replaced(parameter: Any, where: str) -> None:
             argument="module",
             got=f"{describe(parameter)}, which another module had too, before {parameter._spmd_replaced} split that",
             need="all modules that share a parameter in one",
-            mend="a module that has both as its parts, and its forward calls them",
+            mend="a module that has both as its parts, and its forward calls them; stages of a pipeline: "
+            "copy.deepcopy(stage) of each, and spt.pipeline(..., tied=...)",
         )
     parameter._spmd_replaced = where
     shape = list(parameter.shape)  # the parameter itself would stay as long as its hook
