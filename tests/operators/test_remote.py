@@ -312,7 +312,7 @@ def test_a_worker_that_dies_in_f_ends_the_job(python, how):
 
 
 @each_engine
-@pytest.mark.parametrize("how", ["stop", "wait"])
+@pytest.mark.parametrize("how", [pytest.param("stop", marks=pytest.mark.full), "wait"])
 def test_a_worker_that_stays_in_f_is_a_stall(python, how):
     ended = launch_stalled(python, how)
     assert ended.returncode not in (0, None), str(ended)

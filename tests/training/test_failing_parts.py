@@ -4,13 +4,18 @@ end as docs/explanation/failures.md says, and after an error that is caught all 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 from mpi_programs.failing_parts import PARTS, check, run
 from process_cases import each_engine, ended_well, timed
 
-SOME = ("1f1b backward", "expert forward", "call taken")
-MORE = [pytest.param(part, marks=pytest.mark.full) for part in PARTS if part not in SOME]
+
+def ordinary(*some: str) -> list[Any]:
+    """These parts, and all others in the long run."""
+    return [*some, *(pytest.param(part, marks=pytest.mark.full) for part in PARTS if part not in some)]
+
+
 WAITS = {"expert": "functions.experts(", "call": "remote(", "move": "move("}
 
 
@@ -30,7 +35,7 @@ def test_all_processes_raise_it_and_go_on(python):
 
 
 @each_engine
-@pytest.mark.parametrize("part", [*SOME, *MORE])
+@pytest.mark.parametrize("part", ordinary("expert forward", "call taken"))
 def test_a_process_that_dies_ends_the_job(python, part):
     ended, seconds = timed("failing_parts.py", "kill", part, n=2, python=python)
     assert ended.returncode not in (0, None), str(ended)
@@ -40,7 +45,7 @@ def test_a_process_that_dies_ends_the_job(python, part):
 
 @each_engine
 @pytest.mark.parametrize("how", ["sleep", pytest.param("stop", marks=pytest.mark.full)])
-@pytest.mark.parametrize("part", [*SOME, *MORE])
+@pytest.mark.parametrize("part", ordinary("1f1b backward"))
 def test_a_process_that_stays_is_a_stall(python, how, part):
     """The error says in which call the other one waits."""
     ended, seconds = timed("failing_parts.py", how, part, n=2, python=python, SPMD_TIMEOUT="3")

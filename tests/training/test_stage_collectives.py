@@ -50,6 +50,6 @@ def test_a_pipeline_within_a_stage(scheduler):
     ("n", "words"), [(8, ()), pytest.param(4, ("apart",), marks=pytest.mark.full)], ids=["shared", "apart"]
 )
 def test_processes(python, n, words):
-    ended = launch(PROGRAMS / "stage_collectives.py", "0", "4", str(n), *words, n=n, python=python, timeout=200)
+    ended = launch(PROGRAMS / "stage_collectives.py", "0", "2", str(n), *words, n=n, python=python, timeout=200)
     assert ended.returncode == 0, str(ended)
     assert ended.stdout == "as one worker\n"

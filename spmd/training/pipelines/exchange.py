@@ -1,7 +1,7 @@
-"""How values go from stage to stage: who takes waits for one value only, and who sends for none that is still needed.
+"""How values go from stage to stage: who takes one waits for it; who sends one goes on.
 
-A message stays in the sender's memory until it has been taken. Its sender waits for that once what it takes itself says
-so, and at the end. Waiting earlier, workers could wait for each other in a cycle.
+A message stays in the sender's memory until it has been taken. The sender waits for that when a message that it takes
+itself tells that the other has done so, and at the end: earlier, workers could wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._wait_for(self.sent)
-        self._counting.close()
-        self.comm.number += len(self.numbers)
+        try:
+            if kind is None:
+                self._wait_for(self.sent)
+        finally:
+            self._counting.close()
+            self.comm.number += len(self.numbers)
 
     def send(self, transfer: Transfer, message: np.ndarray) -> None:
         """Send what a transfer carries, without waiting for it to be taken."""

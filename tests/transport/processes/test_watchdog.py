@@ -91,10 +91,8 @@ def check(hosts: str, launcher: str, fault: str, moment: str, rank: int, catch: 
 
 CASES = [
     (MPIRUN, "raise", "3", 3, True),
-    (MPIRUN, "os_exit", "300ms", 1, False),
     (MPIRUN, "stop", "6", 2, False),
     (MPIRUN, "mismatch", "5", 0, True),
-    (MPIRUN, "sys_exit", "between", 3, False),
     (OPENMPI_RUN, "raise", "3", 3, True),
     (OPENMPI_RUN, "os_exit", "300ms", 1, False),
     (OPENMPI_RUN, "stop", "6", 2, False),
@@ -102,11 +100,16 @@ CASES = [
     (OPENMPI_RUN, "sys_exit", "between", 3, False),
     (TORCHRUN, "kill", "4", 3, False),
 ]
+LATER_CASES = [(MPIRUN, "os_exit", "300ms", 1, False), (MPIRUN, "sys_exit", "between", 3, False)]
 
 
 @pytest.mark.parametrize(
     ("launcher", "fault", "moment", "rank", "catch"),
-    [pytest.param(case[0].values[0], *case[1:], marks=case[0].marks) for case in CASES],
+    [
+        pytest.param(case[0].values[0], *case[1:], marks=[*case[0].marks, *more])
+        for cases, more in ((CASES, ()), (LATER_CASES, (pytest.mark.full,)))
+        for case in cases
+    ],
 )
 def test_a_fault_on_one_host_is_an_error_on_both(hosts, launcher, fault, moment, rank, catch):
     check(hosts, launcher, fault, moment, rank, catch)
