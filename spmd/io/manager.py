@@ -204,8 +204,8 @@ def _remove_folder(folder: Path) -> None:
 class _Background:
     """A save that a thread of this process writes.
 
-    The first member's thread commits when all members have written. It gives up when a member says that it failed, or
-    when nothing has been written for SPMD_TIMEOUT seconds.
+    The first member's thread commits when all members have written. It gives up when all have ended and one says that
+    it failed, or when nothing has been written for SPMD_TIMEOUT seconds: it removes no files that are being written.
     """
 
     def __init__(self, saving: Save, commit: Callable[[], None], name: str):
@@ -235,35 +235,48 @@ class _Background:
         try:
             saving.write()
             if saving.members.is_first:
-                self._await_parts()
+                self._await_members()
+                self._check_failures()
                 self._commit()
         except BaseException as error:
             self._error = error
             with suppress(OSError):
                 write_file(self._failure(saving.members.own), f"{type(error).__name__}: {error}".encode())
-            saving.abandon() if not saving.members.is_first else saving.clean()
+            if saving.members.is_first:
+                with suppress(CheckpointError, OSError):
+                    self._await_members()
+                saving.clean()
+            else:
+                saving.abandon()
         finally:
             saving.release()
 
     def _failure(self, member: int) -> Path:
         return self._saving.folder / f"part-{self._saving.id}-{member:05d}-failed.json"
 
-    def _await_parts(self) -> None:
+    def _has_ended(self, member: int) -> bool:
+        return self._saving.has_part(member) or self._failure(member).exists()
+
+    def _check_failures(self) -> None:
+        members = self._saving.members
+        for member in range(members.size):
+            if self._failure(member).exists():
+                raise CheckpointError.at(
+                    members.where,
+                    got=f"{self._failure(member).read_text()} on {members.describe(member)}",
+                    need="success on all",
+                    mend="see the error there; nothing was changed",
+                )
+
+    def _await_members(self) -> None:
+        """Wait until all members have written or failed."""
         saving, size = self._saving, self._saving.members.size
         limit, written, since = setting("SPMD_TIMEOUT"), -1, time.monotonic()
-        while not all(map(saving.has_part, range(size))):
-            for member in range(size):
-                if self._failure(member).exists():
-                    raise CheckpointError.at(
-                        saving.members.where,
-                        got=f"{self._failure(member).read_text()} on {saving.members.describe(member)}",
-                        need="success on all",
-                        mend="see the error there; nothing was changed",
-                    )
+        while not all(map(self._has_ended, range(size))):
             now = sum(f.stat().st_size for f in saving.folder.glob(f"data-{saving.id}-*"))
             written, since = (now, time.monotonic()) if now != written else (written, since)
             if limit and time.monotonic() - since > limit:
-                missing = [m for m in range(size) if not saving.has_part(m)]
+                missing = [m for m in range(size) if not self._has_ended(m)]
                 raise CheckpointError.at(
                     saving.members.where,
                     got=f"nothing from {saving.members.describe(missing[0])} for {limit:g} s",

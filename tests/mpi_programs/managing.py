@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -26,13 +27,17 @@ with spmd.Mesh(x=3) as mesh:
         checkpoints.save(step, {"w": state["w"] + step, "b": whole[0], "step": step})
     assert checkpoints.all_steps() == [3, 4], checkpoints.all_steps()
 
-    # One process cannot write: all raise at the next call, and nothing has changed.
+    # One process cannot write while another still does: all raise that at the next call, and nothing has changed.
     write_files = saving.write_files
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    saving.write_files = full if own == 1 else write_files
+    def late(*arguments):
+        time.sleep(0.5)
+        return write_files(*arguments)
+
+    saving.write_files = (write_files, full, late)[own]
     checkpoints.save(5, state)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.wait()
