@@ -14,7 +14,7 @@ import spmd
 from spmd import P
 from spmd.errors import CheckpointError
 from spmd.io import saving
-from spmd.io.files import remove
+from spmd.io.files import remove, rename, replace_file, write_file
 
 folder = Path(sys.argv[1]) / "run"
 whole = np.random.default_rng(0).normal(size=(7, 3))
@@ -33,15 +33,17 @@ with spmd.Mesh(x=3) as mesh:
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    def late(*arguments):
+    def late(path, text, new):
+        write_file(path.with_name(new), text)
         time.sleep(0.5)
-        return write_files(*arguments)
+        rename(path.with_name(new), path)
 
-    saving.write_files = (write_files, full, late)[own]
+    saving.write_files = full if own == 1 else write_files
+    saving.replace_file = late if own == 2 else replace_file
     checkpoints.save(5, state)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.wait()
-    saving.write_files = write_files
+    saving.write_files, saving.replace_file = write_files, replace_file
     assert checkpoints.latest() == 4
 
     checkpoints.save(5, {"w": state["w"] + 5, "b": whole[0], "step": 5}, wait=True)
