@@ -25,7 +25,7 @@ from spmd.transport.algorithms.cost import NOTHING, Cost
 from spmd.transport.algorithms.neighbours import Near
 from spmd.transport.call import LEDGERS, Call, Group, Pair, Place
 from spmd.transport.costs import cost_of, cost_of_sums
-from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome, Sent
+from spmd.transport.handles import Chained, Done, Handle, Mapped, Outcome, SentMessage
 from spmd.transport.observing import Use, count, observed
 from spmd.transport.plan import NeedsLengths, Plan, RunPlan, part_of
 
@@ -167,7 +167,7 @@ class Comm(ABC):
             return Mapped(handle, lambda x: plan.finish(own, [*nothing[: plan.root], x, *nothing[plan.root + 1 :]]))
         if type(group) is Pair and group.sends:
             handle = self._exchange(group, call, plan.sends(copied(x) if call.borrowed else x), ())
-            return Sent(plan.finish(own, [None] * group.size), handle)
+            return SentMessage(plan.finish(own, [None] * group.size), handle)
         handle = self._exchange(group, call, plan.sends(x), plan.sources)
         begun = plan.combine.begin(plan, x, call.borrowed)
 

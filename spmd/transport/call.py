@@ -89,7 +89,7 @@ class Observer:
         """A verb of the transport is used. declared: the cost that the operator's plan says."""
 
     def collective(self, comm: Any, sent: Any, phases: Sequence[Any]) -> None:
-        """A collective of a worker is over: see `Sent` and `Phase` in `spmd.transport.observing`."""
+        """A collective of a worker is over: see `SentMessage` and `Phase` in `spmd.transport.observing`."""
 
     def kernel(self, name: Any, start: float) -> None:
         """A kernel, or a function of NumPy, has run until now. name: an object that stands for it; start: as
@@ -163,8 +163,8 @@ class Pair(Group):
     stream: tells apart the messages from the one to the other that are taken independently of each other: those of one
     stream are taken in the order in which they are sent.
     scheduled: whether each worker comes to its messages in an order of its own, as a schedule says. Then who sends
-    waits, at a time that the schedule knows to be late enough, until they are taken (`Sent.wait_until_taken`), and no
-    other wait includes them.
+    waits until they are taken (`SentMessage.wait_until_taken`), when the schedule says that it can, and no other wait
+    includes them.
     """
 
     __slots__ = ("scheduled", "stream")

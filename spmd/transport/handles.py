@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Chained", "Done", "Handle", "Outcome", "Sent", "read_only", "sealed"]
+__all__ = ["Chained", "Done", "Handle", "Outcome", "SentMessage", "read_only", "sealed"]
 
 
 class Handle(Protocol):
@@ -46,9 +46,11 @@ class Done:
         return self.value
 
 
-class Sent(Done):
-    """A message to one other worker. For the one that sends it is complete. handle: of what it still has to wait for
-    before the memory of the message is free; None: nothing."""
+class SentMessage(Done):
+    """A message to another worker. `wait` returns at once; `wait_until_taken` when the memory of the message is free.
+
+    handle: what that waits for; None: it is free already.
+    """
 
     __slots__ = ("handle",)
 
@@ -57,7 +59,6 @@ class Sent(Done):
         self.handle = handle
 
     def wait_until_taken(self) -> None:
-        """Wait until the other worker has taken the message."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None

@@ -7,9 +7,9 @@ over workers yet. LBFGS multiplies vectors of all parameters, of which the worke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -18,8 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from spmd.bridge.torch.tensor_state import no_overrides
 from spmd.bridge.torch.unsummed import check_summed
 from spmd.errors import StateError, describe
+from spmd.mesh import WORKER
 
 __all__ = ["note_copied", "note_replaced", "note_staged", "watch_steps"]
+
+_STAGED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+"""Pipelines on several workers, with their axes."""
 
 
 def note_replaced(parameter: Any, where: str) -> None:
@@ -59,10 +63,9 @@ def note_copied(module: nn.Module, where: str) -> None:
     watch_steps()
 
 
-def note_staged(parameters: Iterable[Any], axes: tuple[str, ...]) -> None:
-    """Parameters belong to stages of this worker: others along the axes have others of the same model."""
-    for parameter in parameters:
-        parameter._spmd_staged = axes
+def note_staged(pipeline: nn.Module, axes: tuple[str, ...]) -> None:
+    """A module has the parameters of some stages: workers along the axes have others of the same model."""
+    _STAGED[pipeline] = axes
     watch_steps()
 
 
@@ -75,7 +78,9 @@ def watch_steps() -> None:
 def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise for a parameter that was replaced, where none has a gradient and one is of a module that was copied, and
     for a gradient that is not summed."""
-    copied, idle, joined = None, True, isinstance(optimizer, LBFGS)
+    copied, idle = None, True
+    if isinstance(optimizer, LBFGS):
+        _check_not_staged(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
             own = vars(p)
@@ -83,8 +88,6 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 raise _stale(optimizer, p, own["_spmd_replaced"])
             if own and "_spmd_copied" in own:
                 copied = p
-            if joined and own and "_spmd_staged" in own:
-                raise _of_some_stages(optimizer, own["_spmd_staged"])
             idle = idle and p.grad is None
     if idle and copied is not None:
         raise _stale(optimizer, copied, vars(copied)["_spmd_copied"])
@@ -92,16 +95,22 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_summed((p for group in optimizer.param_groups for p in group["params"]), "optimizer.step")
 
 
-def _of_some_stages(optimizer: Optimizer, axes: tuple[str, ...]) -> StateError:
-    return StateError.at(
-        "optimizer.step",
-        argument="params",
-        got=f"parameters of this worker's stages of a pipeline along {', '.join(map(repr, axes))}, for "
-        f"{type(optimizer).__name__}, which multiplies vectors of all parameters of a model",
-        need="an optimiser whose step of a parameter needs that parameter alone",
-        mend="torch.optim.AdamW(model.parameters()); or split the parameters by spt.parallelize or "
-        "spt.shard_parameters in place of stages, which every optimiser sees as one",
-    )
+def _check_not_staged(optimizer: Optimizer) -> None:
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for reference in _STAGED.keyrefs():  # of all workers
+        pipeline = reference()
+        if pipeline is None or WORKER.get() is None or given.isdisjoint(map(id, pipeline.parameters())):
+            continue
+        axes = _STAGED[pipeline]
+        raise StateError.at(
+            "optimizer.step",
+            argument="params",
+            got=f"parameters of this worker's stages of a pipeline along {', '.join(map(repr, axes))}, for "
+            f"{type(optimizer).__name__}, which multiplies vectors of all parameters of a model",
+            need="an optimiser whose step of a parameter needs that parameter alone",
+            mend="torch.optim.AdamW(model.parameters()); or split the parameters by spt.parallelize or "
+            "spt.shard_parameters in place of stages, which every optimiser sees as one",
+        )
 
 
 def _stale(optimizer: Optimizer, parameter: Any, where: str) -> StateError:

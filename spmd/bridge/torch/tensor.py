@@ -35,7 +35,7 @@ from spmd.bridge.torch.tensor_state import (
     summed_state,
     without_state,
 )
-from spmd.bridge.torch.worker_context import context_of
+from spmd.bridge.torch.worker_context import context_of, for_this_worker
 from spmd.errors import MeshError, MutationError, ReplicaError, StateError, describe, message
 from spmd.mesh import WORKER, Worker
 from spmd.operators.sums import Vary
@@ -186,15 +186,18 @@ def set_state(x: Any, state: State) -> None:
 
 def cotangent_with_state(g: Any, state: State) -> Any:
     """A cotangent, which torch gives as a plain tensor, in the state of what it belongs to."""
-    return with_state(g, state) if g is not None and state.varying else g
+    if g is None or not state.varying or g.layout is not torch.strided:  # other layouts have no views
+        return g
+    return with_state(g, state)
 
 
 def _on_cotangents(hook: Callable[[Any], Any], state: State) -> Callable[[torch.Tensor], Any]:
     """The hook of a tensor in this state: its cotangents have the state too."""
+    own = for_this_worker(hook)
 
     @functools.wraps(hook)
     def run(g: torch.Tensor) -> Any:
-        return without_state(hook(cotangent_with_state(g, state)))
+        return without_state(own(cotangent_with_state(g, state)))
 
     return run
 

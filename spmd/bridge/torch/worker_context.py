@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,7 +24,9 @@ __all__ = [
     "assigned",
     "context_of",
     "device_of",
+    "for_this_worker",
     "refuse_lockstep",
+    "resumed",
 ]
 
 
@@ -155,6 +158,27 @@ def context_of(worker: Worker) -> WorkerContext:
         context = WorkerContext(worker.mesh, worker.index)
         context.worker = worker
     return context
+
+
+def resumed(context: WorkerContext) -> AbstractContextManager[None]:
+    """Its worker as the current one, in a thread that has none: torch runs backward on GPUs in threads of its own."""
+    worker = context.worker if WORKER.get() is None else None
+    return nullcontext() if worker is None else assigned(WORKER, worker)
+
+
+def for_this_worker(f: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs for the worker that is the current one now, also in threads of torch."""
+    worker = WORKER.get()
+    if worker is None:
+        return f
+    context = context_of(worker)
+
+    @functools.wraps(f)
+    def run(*args: Any) -> Any:
+        with resumed(context):
+            return f(*args)
+
+    return run
 
 
 def device_of(worker: Worker | None) -> torch.device:

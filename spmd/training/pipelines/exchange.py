@@ -18,7 +18,7 @@ from spmd.mesh import Worker
 from spmd.operators.partial_comm import whole_comm
 from spmd.training.pipelines.schedules import Schedule, Transfer
 from spmd.transport.call import Call, Group, Pair
-from spmd.transport.handles import Handle, Sent
+from spmd.transport.handles import Handle, SentMessage
 from spmd.transport.plan import Forward, Plan
 
 __all__ = ["Exchange", "from_last"]
@@ -41,7 +41,7 @@ class Exchange:
         self.schedule, self.group, self.comm = schedule, group, whole_comm(worker.comm)
         self.first = self.comm.number
         self.numbers = {transfer: k for k, transfer in enumerate(schedule.transfers)}
-        self.sent: dict[Transfer, Sent] = {}
+        self.sent: dict[Transfer, SentMessage] = {}
         """Messages that may not have been taken, in the order in which they were sent."""
         self.plans: dict[tuple[str, bool, int], Plan] = {}
         self.frame = caller(sys._getframe(1))
@@ -61,7 +61,7 @@ class Exchange:
 
     def send(self, transfer: Transfer, message: np.ndarray) -> None:
         """Send what a transfer carries, without waiting for it to be taken."""
-        self.sent[transfer] = cast(Sent, self._start(transfer, message, True))
+        self.sent[transfer] = cast(SentMessage, self._start(transfer, message, True))
         if len(self.sent) > _AHEAD:
             self._wait_for([t for t in self.sent if self.schedule.starts_before(t.taker, transfer.giver)])
 

@@ -136,7 +136,7 @@ class Schedule:
         return self._started[a] < self._started[b]
 
     def follows(self, later: Action, action: Action) -> bool:
-        """Whether both are of one worker, and `later` is the other or comes after it."""
+        """Whether `later` is `action`, or an action of the same worker after it."""
         same = self.worker_of(later.stage) == self.worker_of(action.stage)
         return same and self._started[later] >= self._started[action]
 

@@ -14,7 +14,7 @@ from spmd.device import copied
 from spmd.kernels.parallel import split_work
 from spmd.transport.algorithms.cost import NOTHING
 from spmd.transport.call import LEDGERS, Call, Group, Pair
-from spmd.transport.handles import Done, Handle, Mapped, Sent, read_only
+from spmd.transport.handles import Done, Handle, Mapped, SentMessage, read_only
 from spmd.transport.local.rendezvous import Participant, Rendezvous, Waiting, own_error
 from spmd.transport.local.run_plan import RepeatedPlan
 from spmd.transport.observing import count
@@ -69,7 +69,7 @@ class LocalComm(Participant):
         handle = self._meet(pair, call, handed(call, x), _result)
         if type(handle) is Waiting and handle.rendezvous is not None and handle.rendezvous.error is not None:
             handle.wait()  # the receiver was there, and called something else: both raise
-        return Sent(plan.finish(x, (None, None)))
+        return SentMessage(plan.finish(x, (None, None)))
 
     def _results(self, group: Group, contributions: list[tuple[Plan, np.ndarray, bool]]) -> list[Any]:
         """The results of all members, from their plans and blocks."""

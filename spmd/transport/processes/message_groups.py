@@ -169,8 +169,8 @@ class MessageGroups:
         return True
 
     def finish(self, before: int | None = None) -> bool:
-        """Wait for collectives that have been started, those before the one of a name, but for scheduled messages. The
-        result says whether there were any.
+        """Wait for all collectives that have been started, or for those before the one of this name. Scheduled messages
+        are left out. The result says whether there were any.
 
         Others may wait for messages of this process in them: workers wait in orders of their own for what they have
         started.

@@ -93,8 +93,15 @@ class Pipeline(nn.Module):
         self.names = StageNames(modules, self.ties, self.schedule, self.axis_name, worker)
         for tie in self.ties:
             tie.equalize(worker)
-        if group.size > 1:
-            note_staged(self.parameters(), self.axis_name)
+        self._note_stages()
+
+    def _note_stages(self) -> None:
+        if self.schedule.workers > 1:
+            note_staged(self, self.axis_name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        super().__setstate__(state)
+        self._note_stages()
 
     def _own_stages(self, stages: Any, group: Group) -> dict[int, nn.Module]:
         """This worker's stages, by number."""
