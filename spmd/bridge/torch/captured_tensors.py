@@ -26,10 +26,10 @@ def reachable_tensors(f: Callable) -> set[int]:
     queue: deque[Any] = deque([f])  # breadth first
     while queue and len(seen) < _MAX_OBJECTS:
         x = queue.popleft()
-        if id(x) in seen or isinstance(x, str | bytes | int | float | complex | bool | types.CodeType):
+        if id(x) in seen or _is(x, str | bytes | int | float | complex | bool | types.CodeType):
             continue
         seen.add(id(x))
-        if isinstance(x, torch.Tensor):
+        if _is(x, torch.Tensor):
             tensors.add(id(x))
         else:
             queue.extend(_referents(x))
@@ -37,29 +37,34 @@ def reachable_tensors(f: Callable) -> set[int]:
 
 
 def _referents(x: Any) -> Iterable[Any]:
-    if isinstance(x, types.FunctionType):
+    if _is(x, types.FunctionType):
         held = [x.__closure__, x.__defaults__, x.__kwdefaults__, x.__dict__]
         if not _is_user_module(x.__module__ or ""):  # a wrapper of a library may hold a function of the user's
             return held
         names = _names_in(x.__code__)
         global_values = [x.__globals__[n] for n in names if n in x.__globals__]
         # The code reaches an attribute of a module by its name alone.
-        modules = [m for m in global_values if isinstance(m, types.ModuleType) and _is_user_module(m.__name__)]
+        modules = [m for m in global_values if _is(m, types.ModuleType) and _is_user_module(m.__name__)]
         return [*global_values, *(vars(m).get(n) for m in modules for n in names), *held]
-    if isinstance(x, types.ModuleType):
+    if _is(x, types.ModuleType):
         return ()
-    if isinstance(x, type):
+    if _is(x, type):
         return vars(x).values() if _is_user_module(x.__module__) else ()
-    return [r for r in gc.get_referents(x) if not isinstance(r, type) or _is_user_module(r.__module__)]
+    return [r for r in gc.get_referents(x) if not _is(r, type) or _is_user_module(r.__module__)]
 
 
 def _names_in(code: types.CodeType) -> set[str]:
     """The names that code, and the functions that it makes, look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+        if _is(constant, types.CodeType):
             names |= _names_in(constant)
     return names
+
+
+def _is(x: Any, kinds: Any) -> bool:
+    """isinstance by the type alone: to look into a weak proxy whose object is gone is an error."""
+    return issubclass(type(x), kinds)
 
 
 def _is_user_module(module: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 
 import pytest
 
@@ -114,3 +115,13 @@ def test_layers_that_each_worker_keeps_for_itself(layers):
     with pytest.raises(StateError, match="which some workers use alone"):
         y.sum().backward()
     assert all(p.grad is None for layer in own.values() for p in layer.parameters())
+
+
+def test_weak_proxies_whose_objects_are_gone_are_passed_over():
+    class Owner:
+        pass
+
+    owner, layer = Owner(), torch.nn.Linear(3, 2)
+    held = [weakref.proxy(owner), layer]
+    del owner
+    assert reachable_tensors(lambda: held) == {id(layer.weight), id(layer.bias)}

@@ -47,16 +47,16 @@ class CotangentSpace(NamedTuple):
         """The cotangent of which this worker has this block."""
         return GlobalTensor(cotangent_with_state(block, self.state), self.layout, self.groups)
 
-    def block(self, cotangent: Any, func: Any = torch.Tensor.backward) -> Any:
-        """This worker's block of a cotangent that was given to a function, wherever it lies."""
+    def block(self, cotangent: Any, func: Any = torch.Tensor.backward, *named: Any) -> Any:
+        """This worker's block of a cotangent that was given to func, wherever it lies. named: what errors name."""
         given = as_global(cotangent)
         if given is None or tuple(given.shape) != self.shape:
             need = f"a cotangent of shape {list(self.shape)}, or the gradient of a number"
-            raise unhandled(func, (cotangent,), {}, need)
+            raise unhandled(func, named or (cotangent,), {}, need)
         if isinstance(given, GlobalTensor) and (given._layout, given._groups) == (self.layout, self.groups):
             return given._block
         if self.layout.spec is None or len(self.groups) != len(self.layout.shape):
-            raise unhandled(func, (cotangent,), {}, "a cotangent that lies as the tensor")
+            raise unhandled(func, named or (cotangent,), {}, "a cotangent that lies as the tensor")
         return block_in(given, self.layout.shape, self.layout)
 
 
@@ -64,7 +64,7 @@ def _cotangents(func: Any, ys: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
     """What autograd takes as the cotangents of some tensors."""
     given = (None,) * len(ys) if given is None else _tuple(given)
     return tuple(
-        CotangentSpace.of(y).block(g, func)
+        CotangentSpace.of(y).block(g, func, y)
         if isinstance(y, GlobalTensor)
         else g.whole()
         if isinstance(g, GlobalTensor)
