@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+from launch import TORCHRUN
 from mpi_programs.failing_parts import PARTS, check, run
 from process_cases import each_engine, ended_well, timed
 
@@ -52,6 +53,7 @@ def test_a_process_that_stays_is_a_stall(python, how, part):
     assert ended.returncode not in (0, None), str(ended)
     assert "StallError" in ended.stderr, str(ended)
     assert "worker 1 (x=1)" in ended.stderr, str(ended)
-    assert seconds < 40
+    # torchrun gives a process that is stopped 30 s to end, before it kills it.
+    assert seconds < (70 if how == "stop" and python == TORCHRUN else 40)
     kind = part.split()[0]
     assert WAITS.get(kind, "pipeline(") in ended.stderr or part == "call unasked", str(ended)
