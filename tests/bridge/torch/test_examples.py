@@ -228,8 +228,9 @@ def test_a_gpt_on_any_mesh(mesh, output):
         assert (f" kB along {name}" in text) == (name in axes)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(k, marks=pytest.mark.full) for k in range(1, 40))])
+@pytest.mark.parametrize("seed", [0, 9, *(pytest.param(k, marks=pytest.mark.full) for k in range(1, 40) if k != 9)])
 def test_a_gpt_with_random_options(seed, output):
+    """9: zero bubble with three experts on two workers, whose graphs differ."""
     draw = random.Random(seed)
     model = model_options(draw)
     options = [*words(model), *mesh_options(draw, model), "--clip", draw.choice(["0.3", "1e9"])]

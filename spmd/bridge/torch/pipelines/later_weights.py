@@ -11,7 +11,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class LaterWeights:
         self.is_whole = any(type(n).__name__ in _WHOLE for n in leaves)
         counted = [p for own in (*self.forks.values(), self.starts[0][2]) for p in own]
         self.is_tree = len(counted) == len(set(counted))
+
+    def agree(self, highest: Callable[[int], int]) -> None:
+        """Take the way of those workers of the stage that can split the least: collectives in backward are the same on
+        all. Graphs differ where each worker has experts of its own. highest: of a number, over these workers."""
+        number = highest(2 if self.is_whole else 0 if self.is_tree else 1)
+        self.is_whole, self.is_tree = number == 2, number == 0
 
     def input(self) -> None:
         """The first part: compute the gradient of the input."""

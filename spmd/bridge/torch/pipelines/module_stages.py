@@ -22,11 +22,14 @@ from spmd.bridge.torch.pipelines.values import (
     value_of_message,
     value_of_output,
 )
-from spmd.bridge.torch.tensor import backward_scope
+from spmd.bridge.torch.tensor import backward_scope, with_state
+from spmd.bridge.torch.tensor_state import plain
 from spmd.bridge.torch.worker_context import device_of
 from spmd.errors import StateError, describe
-from spmd.mesh import WORKER, Worker
-from spmd.state import REPLICAS
+from spmd.mesh import WORKER
+from spmd.operators.at_root import LoneWorker
+from spmd.operators.reduce import pmax
+from spmd.state import REPLICAS, state_of
 from spmd.training.sample_weights import SampleWeights
 
 __all__ = ["ModuleStages", "is_real"]
@@ -48,7 +51,7 @@ class ModuleStages:
     of their losses. seed: of the random numbers of this step.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], last: int, worker: Worker):
+    def __init__(self, modules: Mapping[int, nn.Module], last: int, worker: LoneWorker):
         self.modules, self.last, self.worker = modules, last, worker
         self.loss: Callable[..., Any] | None = None
         self.scale: Callable[[Any], Any] | None = None
@@ -130,6 +133,7 @@ class ModuleStages:
         if self.splits_backward:
             node, anchor = (None, None) if entry is None else (entry.node, entry.anchor)
             later = LaterWeights(edges, gradients, node, anchor)
+            later.agree(self._highest)
             later.input()
         elif edges:
             with backward_scope():
@@ -138,6 +142,14 @@ class ModuleStages:
         if stage == 0 and self.differentiates_input:
             self.input_gradients[k] = self._gradients_of_input(k, result)
         return result, later
+
+    def _highest(self, number: int) -> int:
+        """The highest number of the workers of a stage."""
+        axes = tuple(n for n, size in self.worker.mesh.axes.items() if n not in self.worker.axes and size > 1)
+        if not axes:
+            return number
+        own = torch.tensor(number, device=device_of(self.worker))
+        return int(plain(pmax(with_state(own, state_of(axes)) if self.worker.tracked else own, axes)))
 
     def _gradients_of_input(self, k: int, gradients: Value) -> Any:
         """The gradients of a microbatch, in its structure: zeros of what is not used, and integers as they are."""
