@@ -164,10 +164,10 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
         layouts, layout = _piece_layouts(x), x.block_layout
         own = [each.boxes[x.block_index] for each in layouts]
         holders = _holders(layout, worker.mesh, members)
-        if len(layouts) > 1:
-            count, rows = layout.shape[:2]
-            holders = {_piece_box(box, rows, k): held for box, held in holders.items() for k in range(count)}
-        pieces = local if len(layouts) > 1 else [local]
+        pieces = [local]
+        if _is_packed(x):
+            pieces, rows = local, layout.shape[1]
+            holders = {_piece_box(box, rows, k): held for box, held in holders.items() for k in range(*box[0])}
         block = partial(_part_of_pieces, pieces, own)
         return Source(tuple(x.shape), dtype, layout_text(layout), holders, block, True, "torch")
     shape = tuple(x.shape)
@@ -187,19 +187,28 @@ def _part_of_pieces(pieces: Any, around: list[Box], box: Box) -> np.ndarray:
 
 def _piece_layouts(x: PartitionedTensor) -> list[Layout]:
     """How the entries of a tensor lie in the shape that it has: its layout. Of packed weights, whose rows are several
-    arrays that are split each, one layout for each of these. Of other views nothing."""
+    arrays that are split each, a layout for the first of these that each worker has, one for the second, and so on. Of
+    other views nothing."""
     layout, shape = x.block_layout, tuple(x.shape)
-    if shape == layout.shape:
+    if not _is_packed(x):
         return [layout]
     count, rows, *rest = (*layout.shape, 0)[: len(shape) + 1]
-    if shape != (count * rows, *rest) or len(layout.cuts[0]) > 1:
+    if shape != (count * rows, *rest):
         return []
-    return [_piece_layout(layout, shape, k) for k in range(count)]
+    return [_piece_layout(layout, shape, k) for k in range(max(layout.cuts[0]))]
+
+
+def _is_packed(x: PartitionedTensor) -> bool:
+    return tuple(x.shape) != x.block_layout.shape
 
 
 @lru_cache(maxsize=1024)
-def _piece_layout(layout: Layout, shape: tuple[int, ...], piece: int) -> Layout:
-    boxes = [_piece_box(box, layout.shape[1], piece) for box in layout.boxes]
+def _piece_layout(layout: Layout, shape: tuple[int, ...], k: int) -> Layout:
+    """How the arrays lie that are the k-th that a worker has: nothing on a worker that has fewer."""
+    nothing = ((0, 0),) * len(shape)
+    held = [(box, range(*box[0])) for box in layout.boxes]
+    rows = layout.shape[1]
+    boxes = [_piece_box(box, rows, pieces[k]) if k < len(pieces) else nothing for box, pieces in held]
     return BoxLayout(shape, boxes, layout.axes)
 
 
@@ -212,7 +221,10 @@ def _piece_box(box: Box, rows: int, piece: int) -> Box:
 def _block_like(x: PartitionedTensor, read: Callable[[Layout], np.ndarray]) -> torch.Tensor:
     """A block like that of x, of what read(layout) gives of a layout for this worker."""
     blocks = [read(layout) for layout in _piece_layouts(x)]
-    return _tensor_like(blocks[0] if len(blocks) == 1 else np.stack(blocks), x._block)
+    if not _is_packed(x):
+        return _tensor_like(blocks[0], x._block)
+    own = blocks[: x._block.shape[0]]
+    return _tensor_like(np.stack(own) if own else np.zeros(tuple(x._block.shape), blocks[0].dtype), x._block)
 
 
 def _holders(layout: Layout, mesh: Mesh, members: Members) -> dict[Box, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import cache
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -205,3 +206,45 @@ def test_real_and_imaginary_parts_are_views():
     found = spt.map(main, (), None, mesh=spmd.Mesh(data=3))()
     for a, b in zip(found, (torch.view_as_real(whole), whole, whole.real, whole.imag, 2 * whole + 1j), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"data": 3, "model": 1}, {"data": 3, "model": 2}], ids=str)
+def test_states_of_packed_weights_go_to_another_mesh(axes, tmp_path):
+    """The queries, keys and values of one weight lie on workers of their own."""
+    make, plan, _ = CASES["gpt"]
+    whole = drawn(make(), 1).state_dict()
+    sharded = lambda seed: spt.shard_parameters(spt.parallelize(drawn(make(), seed), plan), "data")
+
+    def save():
+        net = sharded(1)
+        spt.save(tmp_path / "state", {"net": net})
+        lies = [(tuple(p.shape), p.block_layout) for p in net.parameters() if hasattr(p, "block_layout")]
+        assert any(shape != layout.shape and len(layout.cuts[0]) > 1 for shape, layout in lies)
+
+    def load():
+        net = sharded(2)
+        spt.load(tmp_path / "state", {"net": net})
+        return spt.state_dict(net)
+
+    spt.map(save, (), None, mesh=spmd.Mesh(**axes))()
+    for other in (axes, {"data": 3, "model": 4}, {"data": 2, "model": 2}, {"data": 1, "model": 1}):
+        found = spt.map(load, (), None, mesh=spmd.Mesh(**other))()
+        for key, value in whole.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_packed_array_is_saved_whole(n, tmp_path):
+    """Its three parts lie on n workers: several on one, or none."""
+    whole = randn(3, 5, 2)
+    view = lambda x: spt.Parameter(x.clone(), P("data", "model")).detach().view(15, 2)
+
+    def body():
+        x = view(whole)
+        spmd.save(tmp_path / "state", {"x": x})
+        return x.block_layout.shape, spmd.load(tmp_path / "state", like={"x": view(0 * whole)})["x"].whole()
+
+    shape, found = spt.map(body, (), None, mesh=spmd.Mesh(data=n, model=2))()
+    assert shape == whole.shape
+    torch.testing.assert_close(found, whole.reshape(15, 2), rtol=0, atol=0)
+    np.testing.assert_array_equal(spmd.load(tmp_path / "state")["x"], whole.reshape(15, 2).numpy())
