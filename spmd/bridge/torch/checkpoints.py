@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from spmd.box_layout import BoxLayout
 from spmd.bridge.torch.functorch import is_wrapped
+from spmd.bridge.torch.packed_weights import is_packed, piece_box, piece_layouts
 from spmd.bridge.torch.partitioned.placement import check_worker
 from spmd.bridge.torch.partitioned.tensor import PartitionedTensor, new_leaf
 from spmd.bridge.torch.shard_optimizer import ShardedOptimizer
@@ -135,7 +135,7 @@ def _check_state(x: Any, where: str, argument: str) -> None:
         return
     layout = x.block_layout
     check_worker(x._placement, WORKER.get())
-    if not _piece_layouts(x):
+    if not piece_layouts(x):
         raise CheckpointError.at(
             where,
             argument=argument,
@@ -161,13 +161,13 @@ def _source(x: Any, where: str, name: str, members: Members) -> Source:
         return replace(partitioned_source(partitioned_array(x), where, name, members), kind="torch")
     local, worker = local_data(x), WORKER.get()
     if isinstance(x, PartitionedTensor) and worker is not None:
-        layouts, layout = _piece_layouts(x), x.block_layout
+        layouts, layout = piece_layouts(x), x.block_layout
         own = [each.boxes[x.block_index] for each in layouts]
         holders = _holders(layout, worker.mesh, members)
         pieces = [local]
-        if _is_packed(x):
+        if is_packed(x):
             pieces, rows = local, layout.shape[1]
-            holders = {_piece_box(box, rows, k): held for box, held in holders.items() for k in range(*box[0])}
+            holders = {piece_box(box, rows, k): held for box, held in holders.items() for k in range(*box[0])}
         block = partial(_part_of_pieces, pieces, own)
         return Source(tuple(x.shape), dtype, layout_text(layout), holders, block, True, "torch")
     shape = tuple(x.shape)
@@ -185,43 +185,10 @@ def _part_of_pieces(pieces: Any, around: list[Box], box: Box) -> np.ndarray:
     return _part(pieces[k], around[k], box)
 
 
-def _piece_layouts(x: PartitionedTensor) -> list[Layout]:
-    """How the entries of a tensor lie in the shape that it has: its layout. Of packed weights, whose rows are several
-    arrays that are split each, a layout for the first of these that each worker has, one for the second, and so on. Of
-    other views nothing."""
-    layout, shape = x.block_layout, tuple(x.shape)
-    if not _is_packed(x):
-        return [layout]
-    count, rows, *rest = (*layout.shape, 0)[: len(shape) + 1]
-    if shape != (count * rows, *rest):
-        return []
-    return [_piece_layout(layout, shape, k) for k in range(max(layout.cuts[0]))]
-
-
-def _is_packed(x: PartitionedTensor) -> bool:
-    return tuple(x.shape) != x.block_layout.shape
-
-
-@lru_cache(maxsize=1024)
-def _piece_layout(layout: Layout, shape: tuple[int, ...], k: int) -> Layout:
-    """How the arrays lie that are the k-th that a worker has: nothing on a worker that has fewer."""
-    nothing = ((0, 0),) * len(shape)
-    held = [(box, range(*box[0])) for box in layout.boxes]
-    rows = layout.shape[1]
-    boxes = [_piece_box(box, rows, pieces[k]) if k < len(pieces) else nothing for box, pieces in held]
-    return BoxLayout(shape, boxes, layout.axes)
-
-
-def _piece_box(box: Box, rows: int, piece: int) -> Box:
-    """The box of one piece, of so many rows, in the array that has all pieces one after another."""
-    _, (start, stop), *rest = box
-    return ((piece * rows + start, piece * rows + stop), *rest)
-
-
 def _block_like(x: PartitionedTensor, read: Callable[[Layout], np.ndarray]) -> torch.Tensor:
     """A block like that of x, of what read(layout) gives of a layout for this worker."""
-    blocks = [read(layout) for layout in _piece_layouts(x)]
-    if not _is_packed(x):
+    blocks = [read(layout) for layout in piece_layouts(x)]
+    if not is_packed(x):
         return _tensor_like(blocks[0], x._block)
     own = blocks[: x._block.shape[0]]
     return _tensor_like(np.stack(own) if own else np.zeros(tuple(x._block.shape), blocks[0].dtype), x._block)
@@ -413,7 +380,7 @@ def _values(part: SavedPart, tree: Any, p: Any) -> Any:
         shape = x.entry.shape
         if isinstance(p, PartitionedTensor) and shape:
             y: Any = p.detach().new_empty(shape)
-            if isinstance(y, PartitionedTensor) and _piece_layouts(y):
+            if isinstance(y, PartitionedTensor) and piece_layouts(y):
                 block = _block_like(y, lambda layout: part.block(x.entry, layout, y.block_index))
                 return new_leaf(PartitionedTensor, block, y._placement, INVARIANT, False, y)
         whole = part.block(x.entry)
