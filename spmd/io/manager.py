@@ -231,9 +231,10 @@ class _Background:
             print(f"spmd: the save of {self._name} failed\n{text}", file=sys.stderr, end="")
 
     def _run(self) -> None:
-        saving = self._saving
+        saving, has_written = self._saving, False
         try:
             saving.write()
+            has_written = True
             if saving.members.is_first:
                 self._await_members()
                 self._check_failures()
@@ -243,8 +244,9 @@ class _Background:
             with suppress(OSError):
                 write_file(self._failure(saving.members.own), f"{type(error).__name__}: {error}".encode())
             if saving.members.is_first:
-                with suppress(CheckpointError, OSError):
-                    self._await_members()
+                if not has_written:  # otherwise it has waited for the others already
+                    with suppress(CheckpointError, OSError):
+                        self._await_members()
                 saving.clean()
             else:
                 saving.abandon()

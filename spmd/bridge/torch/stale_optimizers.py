@@ -79,7 +79,7 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise for a parameter that was replaced, where none has a gradient and one is of a module that was copied, and
     for a gradient that is not summed."""
     copied, idle = None, True
-    if isinstance(optimizer, LBFGS):
+    if isinstance(optimizer, LBFGS) and WORKER.get() is not None:
         _check_not_staged(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -99,7 +99,7 @@ def _check_not_staged(optimizer: Optimizer) -> None:
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for reference in _STAGED.keyrefs():  # of all workers
         pipeline = reference()
-        if pipeline is None or WORKER.get() is None or given.isdisjoint(map(id, pipeline.parameters())):
+        if pipeline is None or given.isdisjoint(map(id, pipeline.parameters())):
             continue
         axes = _STAGED[pipeline]
         raise StateError.at(
