@@ -251,7 +251,8 @@ def pipeline(
     Returns an object `step`: `step.value_and_grad(params, x, target)` in a body gives the loss and its gradients,
     `step(params, x)` the output of the last stage. Parameters may be Rooted, or vary along the axis, as those that
     `spmd.training.stage_specs` lays out.
-    Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken.
+    Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken
+    while at most 16 of its own are on their way.
     For a mean over other axes one all-reduce of the counts, at the last stage.
     Raises SpecError for options and a schedule that do not fit, StateError where a stage uses a collective along the
     axis, where the batch varies along it, and where loss_axis_name must be said, LayoutError for samples and targets of

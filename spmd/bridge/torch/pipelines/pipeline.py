@@ -418,7 +418,9 @@ def pipeline(
 
     Returns a `spt.Pipeline`, a module. `spt.clip_grad_norm_(step, 1.0)` clips by the norm over all stages;
     `spt.data_parallel(stage, "data", varying="stage")` in a stage sums gradients over `data` once for each batch.
-    Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken.
+    Cost: a message from stage to stage for each microbatch, forward and back. Nobody waits for a message to be taken
+    while at most 16 of its own are on their way. With "zero_bubble" one maximum of a number for each microbatch,
+    over the workers of a stage.
     Raises SpecError for stages that do not fit, StateError where a stage uses a collective along the axis.
     Source: Huang et al., GPipe (2019); Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training (2021); Qi et
     al., Zero Bubble Pipeline Parallelism (2023).
